@@ -1,0 +1,33 @@
+PYTHON_BIN := .venv/bin/python
+
+.PHONY: help setup demo test test-engine check bench
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## create .venv with torch, vLLM for the CPU and this project
+	@./setup.sh
+
+demo: setup ## sync a live engine on this machine and prove it; no GPU needed
+	.venv/bin/weightsync demo
+
+test-engine: setup ## tests that start real inference engines
+	$(PYTHON_BIN) -m pytest -m engine
+
+test: setup ## all tests, the fast ones first
+	$(PYTHON_BIN) -m pytest -m "not engine"
+	$(PYTHON_BIN) -m pytest -m engine
+
+check: setup ## format, lint, types, fast tests
+	$(PYTHON_BIN) -m ruff format --check .
+	$(PYTHON_BIN) -m ruff check .
+	$(PYTHON_BIN) -m mypy
+	$(PYTHON_BIN) -m pytest -m "not engine"
+
+bench: setup ## every bench/bench_*.py, figures in build/bench
+	@mkdir -p build/bench
+	@set -e; for script in bench/bench_*.py; do \
+	    name=$$(basename $$script .py); echo "== $$name"; \
+	    $(PYTHON_BIN) $$script --json build/bench/$$name.json; \
+	done

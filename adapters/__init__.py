@@ -1,0 +1,1 @@
+"""Engine adapters. Installed as `weightsync.adapters`; each folder imports its own engine and no other."""

@@ -1,0 +1,74 @@
+"""One vLLM worker's weights as a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from weightsync.adapters.vllm import reload, trace
+from weightsync.adapters.vllm.guard import Mark
+from weightsync.manifest import Manifest
+from weightsync.target import (
+    ApplyReport,
+    Description,
+    Mode,
+    Served,
+    StagedWeights,
+    TargetStatus,
+    digest_staged,
+)
+
+__all__ = ["VllmTarget"]
+
+
+class VllmTarget:
+    """See `weightsync.target.Target`. Whole tensors through the engine's own loader.
+
+    Args:
+        model: the worker's live model.
+        vllm_config: the worker's configuration.
+        device: of the worker.
+    """
+
+    modes: frozenset[Mode] = frozenset({"staged"})
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+        self._device = device
+        self._mark = Mark()
+
+    def describe(self, manifest: Manifest) -> Description:
+        return trace.describe(self._vllm_config, manifest)
+
+    def verify(
+        self, manifest: Manifest, addresses: NDArray[np.uint64], seeds: NDArray[np.uint64]
+    ) -> NDArray[np.uint64]:
+        return digest_staged(manifest, addresses, seeds)
+
+    def apply(self, weights: StagedWeights) -> ApplyReport:
+        seconds = reload.reload_whole(
+            self._model, self._vllm_config.model_config, weights.tensors()
+        )
+        return ApplyReport(load_seconds=seconds)
+
+    def restore(self) -> None:
+        reload.undo(self._model)
+
+    def served(self, manifest: Manifest, seeds: NDArray[np.uint64]) -> Served:
+        """Nothing: the CPU engine's linear layers hold packed copies. What was handed to its loader is proven instead."""
+        return Served()
+
+    def refuse(self, reason: str) -> None:
+        self._mark.set(reason)
+
+    def admit(self) -> None:
+        self._mark.clear()
+
+    def status(self) -> TargetStatus:
+        import vllm
+
+        return TargetStatus(engine=f"vllm {vllm.__version__}", device=str(self._device))

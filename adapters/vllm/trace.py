@@ -1,0 +1,48 @@
+"""What a vLLM worker's model takes: a twin of it on the meta device, and its own loader traced. Touches private names of vLLM."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from weightsync.manifest import Manifest
+from weightsync.plan.lint import lint
+from weightsync.plan.trace import trace_loader
+from weightsync.target import Description
+
+__all__ = ["describe", "meta_twin"]
+
+
+def meta_twin(vllm_config: Any) -> torch.nn.Module:
+    """A second model of the same class, configuration and rank, without storage.
+
+    Layers register themselves by name in the configuration when they are built; the twin gets a copy of it in which nothing
+    is registered, so that the live model's entries stay.
+    """
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config = _own_config(vllm_config)
+    with torch.device("meta"):
+        return initialize_model(vllm_config=config)
+
+
+def describe(vllm_config: Any, manifest: Manifest) -> Description:
+    """Trace the loader of this worker's model over a manifest. Called on the engine's thread: vLLM's current config is global."""
+    from vllm.config import set_current_vllm_config
+
+    twin = meta_twin(vllm_config)
+    with set_current_vllm_config(_own_config(vllm_config)):
+        trace = trace_loader(twin, twin.load_weights, manifest)
+    packed = getattr(twin, "packed_modules_mapping", None) or {}
+    return lint(trace, manifest, dict(twin.named_parameters(remove_duplicate=False)), packed)
+
+
+def _own_config(vllm_config: Any) -> Any:
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    if hasattr(config.compilation_config, "static_all_moe_layers"):
+        config.compilation_config.static_all_moe_layers = []
+    return config

@@ -1,0 +1,19 @@
+"""Types of the native module (csrc/module.cpp). `weightsync.digest` is the way to use it."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+def digest_table(
+    rows: NDArray[np.uint64], n_out: int, isa: int = -1, threads: int = 1
+) -> NDArray[np.uint64]: ...
+def copy_digest_table(
+    rows: NDArray[np.uint64],
+    n_out: int,
+    isa: int = -1,
+    threads: int = 1,
+    streaming: int = -1,
+) -> NDArray[np.uint64]: ...
+def copy_table(rows: NDArray[np.uint64], threads: int = 1, streaming: int = -1) -> None: ...
+def memcpy(destination: int, source: int, nbytes: int) -> None: ...
+def isa() -> int: ...
+def isa_name(isa: int) -> str: ...

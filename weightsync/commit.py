@@ -1,0 +1,154 @@
+"""The flip of one engine: pause, apply, version, caches, resume; and what happens when one of them fails.
+
+Before the first worker applies anything, every failure leaves the old weights. From then on an engine either ends committed or
+poisoned: paused requests are ended, new ones are refused at admission, and only a full update cures it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from weightsync.engines.base import Engine, PauseMode
+from weightsync.control import Worker, ask_all, gather
+from weightsync.deadline import Deadline
+from weightsync.errors import EnginePoisoned, UpdateAborted, WeightSyncError
+from weightsync.receipt import EngineReceipt, WorkerReceipt
+from weightsync.wire import Abort, Ack, Applied, Arm, Commit, Digests, Poison, Resumed
+
+__all__ = ["commit_engine"]
+
+log = logging.getLogger("weightsync.sender")
+
+SETTLE_SECONDS = 30.0
+"""What a failed update may still take to leave the engine in a defined state."""
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, step: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[step] = time.perf_counter() - started
+
+
+def commit_engine(
+    engine: Engine,
+    workers: Sequence[Worker],
+    update_id: str,
+    version: str,
+    digests: Sequence[Digests],
+    pause: PauseMode,
+    deadline: Deadline,
+) -> EngineReceipt:
+    """Flip one engine to a verified update.
+
+    Args:
+        workers: of this engine, by rank.
+        digests: what each worker proved while staging, for the receipt.
+        pause: what happens to requests in flight.
+
+    Raises:
+        UpdateAborted: before anything was applied; the engine serves the old version.
+        EnginePoisoned: later; the engine refuses to serve until a full update cures it.
+    """
+    clock = _Clock()
+    paused_here = False
+    try:
+        ask_all(workers, Arm(update_id=update_id), Ack, deadline, update_id=update_id)
+        engine.begin(deadline)
+        was_paused = engine.is_paused(deadline)
+        started = time.perf_counter()
+        if not was_paused:
+            paused_here = True
+            with clock.measure("pause"):
+                engine.pause(pause, deadline)
+    except BaseException as error:
+        _unwind(engine, workers, update_id, paused_here, str(error))
+        if not isinstance(error, WeightSyncError):
+            raise
+        raise UpdateAborted(
+            f"{engine.name}: update {update_id} was aborted before anything was applied; it serves "
+            f"what it served before. {error}"
+        ) from error
+    try:
+        with clock.measure("apply"):
+            engine.apply(update_id, deadline)
+            reports = gather(workers, Applied, deadline, update_id=update_id)
+        failed = [(w.name, r.error) for w, r in zip(workers, reports, strict=True) if r.error]
+        if failed:
+            raise UpdateAborted("; ".join(f"{name}: {error}" for name, error in failed))
+        with clock.measure("version"):
+            engine.finish(version, deadline)
+        with clock.measure("reset"):
+            engine.reset_caches(deadline, recompute=pause == "keep")
+        ask_all(workers, Commit(update_id=update_id), Ack, deadline, update_id=update_id)
+        if paused_here:
+            with clock.measure("resume"):
+                engine.resume(deadline)
+        paused = time.perf_counter() - started
+        ask_all(workers, Resumed(update_id=update_id), Ack, deadline, update_id=update_id)
+    except BaseException as error:
+        _poison(engine, workers, update_id, str(error))
+        if not isinstance(error, WeightSyncError):
+            raise
+        raise EnginePoisoned(
+            f"{engine.name}: update {update_id} failed while it was applied; the engine may hold a "
+            f"mixture of versions and refuses requests. {error}",
+            remedy="sync a full update: it cures the engine without a restart",
+        ) from error
+    return EngineReceipt(
+        name=engine.name,
+        engine=workers[0].description,
+        pause=pause,
+        paused_seconds=paused,
+        seconds=clock.seconds,
+        workers=tuple(
+            WorkerReceipt(
+                name=worker.name,
+                device=worker.device,
+                nbytes=digest.nbytes,
+                verify_seconds=digest.seconds,
+                apply_seconds=report.seconds,
+                load_seconds=report.load_seconds,
+            )
+            for worker, digest, report in zip(workers, digests, reports, strict=True)
+        ),
+    )
+
+
+def _unwind(
+    engine: Engine, workers: Sequence[Worker], update_id: str, paused_here: bool, reason: str
+) -> None:
+    """Nothing was applied: leave the engine as it was found."""
+    deadline = Deadline.after(SETTLE_SECONDS)
+    message = Abort(update_id=update_id, reason=reason[:1000])
+    _try(lambda: ask_all(workers, message, Ack, deadline, update_id=update_id))
+    _try(lambda: engine.finish(None, deadline))
+    if paused_here:
+        _try(lambda: engine.resume(deadline))
+    _try(lambda: ask_all(workers, Resumed(update_id=update_id), Ack, deadline, update_id=update_id))
+
+
+def _poison(engine: Engine, workers: Sequence[Worker], update_id: str, reason: str) -> None:
+    """Something may have been applied: all workers refuse together, and nobody is left hanging."""
+    deadline = Deadline.after(SETTLE_SECONDS)
+    message = Poison(update_id=update_id, reason=reason[:1000])
+    for worker in workers:
+        one = [worker]
+        _try(lambda one=one: ask_all(one, message, Ack, deadline, update_id=update_id))  # type: ignore[misc]
+    _try(lambda: engine.finish(None, deadline))
+    # Requests that are frozen in flight would wait for a cure that may never come: end them.
+    _try(lambda: engine.pause("abort", deadline))
+
+
+def _try(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception as error:
+        log.warning("while settling a failed update: %s", error)

@@ -1,0 +1,266 @@
+"""The sender's sockets: a private place to dial in to, and questions to all workers with answers from all.
+
+There is no thread here. Workers answer on threads of their own, so the sender may ask, call into an engine, and only then read
+the answers; no answer ever has to wait for the sender to be scheduled.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    Superseded,
+    UpdateRefused,
+)
+from weightsync.runtime import OwnedDirectory, remove_stale
+from weightsync.wire import (
+    PROTOCOL,
+    Ack,
+    Channel,
+    Hello,
+    Joined,
+    Message,
+    Refused,
+    Welcome,
+    WorkerStatus,
+    check_peer,
+)
+
+__all__ = ["Listener", "Worker", "ask_all", "close_all", "gather", "lost"]
+
+M = TypeVar("M", bound=Message)
+
+
+class Worker:
+    """One connected worker of one engine.
+
+    Attributes:
+        name: for messages: engine and rank.
+        rank: among the engine's workers.
+        status: as of the last time it was told.
+    """
+
+    def __init__(self, engine: str, hello: Hello, channel: Channel) -> None:
+        self.name = f"{engine}, worker {hello.rank}"
+        self.engine = engine
+        self.rank = hello.rank
+        self.device = hello.device
+        self.description = hello.engine
+        self.status: WorkerStatus = hello.status
+        self.channel = channel
+        channel.peer = self.name
+
+
+class Listener:
+    """A socket in a directory of its own, which disappears with it or at the next start after a crash."""
+
+    def __init__(self) -> None:
+        remove_stale("session")
+        self._directory = OwnedDirectory("session")
+        self.path = str(self._directory.path / "control")
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.bind(self.path)
+        self._sock.listen(1024)
+        self._sock.setblocking(False)
+
+    def accept(self, expected: Mapping[str, tuple[str, int]], deadline: Deadline) -> list[Worker]:
+        """Let all workers of some engines in, and take them over under an epoch above any they know.
+
+        Args:
+            expected: by session token: the engine's name and its number of workers.
+            deadline: by when all must be there.
+
+        Returns:
+            The workers, sorted by engine (as in ``expected``) and rank.
+
+        Raises:
+            DeadlineExceeded: names those who did not come.
+            ProtocolError: another protocol, an unknown session, or two workers of one rank.
+        """
+        found: dict[tuple[str, int], Worker] = {}
+        awaited = {(token, r) for token, (_, n) in expected.items() for r in range(n)}
+        try:
+            while awaited - found.keys():
+                channel = Channel(self._accept_one(_names(expected, awaited, found), deadline), "?")
+                try:
+                    hello = channel.receive(deadline.sooner(30.0))
+                    worker = _admit(hello, channel, expected)
+                    key = (hello.session, hello.rank)  # type: ignore[attr-defined]
+                    if key in found:
+                        raise ProtocolError(f"{worker.name} dialled in twice")
+                except BaseException:
+                    channel.close()
+                    raise
+                found[key] = worker
+            workers = [found[key] for key in sorted(found, key=lambda k: (list(expected).index(k[0]), k[1]))]
+            epoch = 1 + max(worker.status.epoch for worker in workers)
+            answers = ask_all(workers, Welcome(epoch=epoch), Joined, deadline)
+        except BaseException:
+            for worker in found.values():
+                worker.channel.close()
+            raise
+        for worker, answer in zip(workers, answers, strict=True):
+            worker.status = answer.status
+        return workers
+
+    def close(self) -> None:
+        self._sock.close()
+        self._directory.close()
+
+    def _accept_one(self, awaited: str, deadline: Deadline) -> socket.socket:
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        while True:
+            try:
+                poller.poll(deadline.remaining(awaited) * 1000)
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(
+                    awaited,
+                    error.seconds,
+                    remedy="see the engine's log for the reason; trainer and engine must run on "
+                    "one host, as one user, and see the same runtime directory",
+                ) from error
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                continue
+            try:
+                check_peer(sock)
+            except ProtocolError:
+                sock.close()
+                raise
+            return sock
+
+
+def ask_all(
+    workers: Sequence[Worker],
+    message: Message,
+    answer: type[M],
+    deadline: Deadline,
+    *,
+    update_id: str = "",
+    fd: int | None = None,
+) -> list[M]:
+    """Send one message to all workers and gather one answer from each."""
+    for worker in workers:
+        worker.channel.send(message, deadline, fd=fd)
+    of = str(message.__struct_config__.tag)
+    return gather(workers, answer, deadline, update_id=update_id, of=of)
+
+
+def gather(
+    workers: Sequence[Worker],
+    answer: type[M],
+    deadline: Deadline,
+    *,
+    update_id: str = "",
+    of: str = "",
+) -> list[M]:
+    """One answer of that type from each worker, in the workers' order.
+
+    Late answers, to an earlier update or to another message than ``of``, are dropped.
+
+    Raises:
+        DeadlineExceeded: names the workers that are silent.
+        PeerLost: names the worker that is gone.
+        UpdateRefused: a worker refused; Superseded: because of a newer sender.
+        ProtocolError: a worker answered something else.
+    """
+    answers: dict[int, M] = {}
+    waiting = dict(enumerate(workers))
+    poller = select.poll()
+    for worker in workers:
+        poller.register(worker.channel, select.POLLIN)
+    while True:
+        for number, worker in list(waiting.items()):
+            message = worker.channel.poll()
+            while message is not None and number in waiting:
+                if _late(message, update_id, of):
+                    pass
+                elif isinstance(message, Refused):
+                    _refuse(worker, message)
+                elif isinstance(message, answer):
+                    answers[number] = message
+                    del waiting[number]
+                    poller.unregister(worker.channel)
+                    break
+                else:
+                    raise ProtocolError(
+                        f"{worker.name} answered {type(message).__name__}, expected {answer.__name__}"
+                    )
+                message = worker.channel.poll()
+        if not waiting:
+            return [answers[number] for number in range(len(workers))]
+        names = ", ".join(worker.name for worker in waiting.values())
+        poller.poll(deadline.remaining(f"{answer.__name__} from {names}") * 1000)
+
+
+def _late(message: Message, update_id: str, of: str) -> bool:
+    if getattr(message, "update_id", "") not in ("", update_id):
+        return True
+    return isinstance(message, Ack) and message.of != of
+
+
+def _refuse(worker: Worker, message: Refused) -> None:
+    if message.of == "session":
+        raise Superseded(
+            f"{worker.name}: {message.reason}",
+            remedy="only one sender at a time; close this one, or create it anew to take over",
+        )
+    raise UpdateRefused(f"{worker.name} refused {message.of!r}: {message.reason}")
+
+
+def _admit(hello: Message, channel: Channel, expected: Mapping[str, tuple[str, int]]) -> Worker:
+    if not isinstance(hello, Hello):
+        raise ProtocolError(f"a worker said {type(hello).__name__} where a hello belongs")
+    if hello.protocol != PROTOCOL:
+        raise ProtocolError(
+            f"an engine speaks protocol {hello.protocol}, this sender {PROTOCOL}",
+            remedy="install the same weightsync for trainer and engine",
+        )
+    if hello.session not in expected:
+        raise ProtocolError("a worker dialled in with a session that nobody opened")
+    engine, count = expected[hello.session]
+    if hello.world_size != count or not 0 <= hello.rank < count:
+        raise ProtocolError(
+            f"{engine} has {count} workers, but one came as {hello.rank} of {hello.world_size}"
+        )
+    return Worker(engine, hello, channel)
+
+
+def _names(
+    expected: Mapping[str, tuple[str, int]],
+    awaited: set[tuple[str, int]],
+    found: Mapping[tuple[str, int], Worker],
+) -> str:
+    missing = sorted(awaited - found.keys())
+    return ", ".join(f"{expected[token][0]}, worker {rank}" for token, rank in missing) + " to dial in"
+
+
+def close_all(workers: Sequence[Worker]) -> None:
+    """Hang up on all of them."""
+    for worker in workers:
+        worker.channel.close()
+
+
+def lost(workers: Sequence[Worker]) -> str | None:
+    """The name of a worker that has hung up since it was last heard of, if there is one.
+
+    Raises:
+        Superseded: it said that a newer sender has taken over.
+    """
+    for worker in workers:
+        try:
+            message = worker.channel.poll()
+        except PeerLost:
+            return worker.name
+        if isinstance(message, Refused):
+            _refuse(worker, message)
+    return None

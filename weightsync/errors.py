@@ -1,0 +1,206 @@
+"""The errors of weightsync, as a tree that a caller can catch at the right height.
+
+Every message says what was expected, what came, and what to do next; ``remedy`` holds the last part alone.
+
+    WeightSyncError
+      ManifestError         names, dtypes or shapes that cannot describe a model
+      SourceError           the trainer's side cannot give what it promised
+      ConnectError          an engine that cannot be reached, or that cannot take part
+      PlanRefused           the two sides' tensors do not fit; nothing has moved
+      TransportError        bytes or messages did not arrive
+        DeadlineExceeded      somebody was awaited for too long
+        PeerLost              the other end is gone
+        ProtocolError         the other end sent what nobody may send
+        MemoryShort           the staging arena does not fit into this machine
+      UpdateError           an update that did not end in a receipt
+        UpdateRefused         asked for in a state, or with arguments, that do not allow it
+        ProofFailed           a digest differs; the update was aborted, old weights intact
+        UpdateAborted         given up before anything was applied; old weights intact
+        EnginePoisoned        an engine may hold a mixture and refuses to serve
+        Superseded            a newer sender has taken over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "ConnectError",
+    "DeadlineExceeded",
+    "EnginePoisoned",
+    "ManifestError",
+    "MemoryShort",
+    "PeerLost",
+    "PlanRefused",
+    "Problem",
+    "ProofFailed",
+    "ProtocolError",
+    "SourceError",
+    "Superseded",
+    "TransportError",
+    "UpdateAborted",
+    "UpdateError",
+    "UpdateRefused",
+    "WeightSyncError",
+]
+
+
+class WeightSyncError(Exception):
+    """Base of all errors that weightsync raises on purpose.
+
+    Attributes:
+        remedy: what the caller can do about it, or None.
+    """
+
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        super().__init__(message if remedy is None else f"{message}\nWhat to do: {remedy}")
+        self.remedy = remedy
+
+
+class ManifestError(WeightSyncError):
+    """Names, dtypes or shapes that cannot describe a model (duplicates, unknown dtypes, ...)."""
+
+
+class SourceError(WeightSyncError):
+    """A source cannot give the tensors that it promised."""
+
+
+class ConnectError(WeightSyncError):
+    """An engine cannot be reached or lacks something that an update needs."""
+
+
+ProblemKind = Literal["unknown", "missing", "shape", "dtype", "duplicate", "loader"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One tensor that keeps two sides from fitting.
+
+    ``name`` is the checkpoint tensor's name where there is one, else the engine parameter's.
+    """
+
+    kind: ProblemKind
+    name: str
+    detail: str
+    workers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f" (on {', '.join(self.workers)})" if self.workers else ""
+        return f"{self.kind}: {self.name}: {self.detail}{where}"
+
+
+class PlanRefused(WeightSyncError):
+    """Source and engine do not fit: found out before the first byte moved.
+
+    Attributes:
+        problems: every problem, not only those that the message shows.
+    """
+
+    SHOWN = 10
+
+    def __init__(self, engine: str, problems: Sequence[Problem], *, remedy: str) -> None:
+        shown = "\n".join(f"  {problem}" for problem in problems[: self.SHOWN])
+        more = len(problems) - self.SHOWN
+        tail = f"\n  ... and {more} more" if more > 0 else ""
+        super().__init__(
+            f"{engine} cannot take these weights; nothing has moved, it serves what it served "
+            f"before. {len(problems)} problem(s):\n{shown}{tail}",
+            remedy=remedy,
+        )
+        self.engine = engine
+        self.problems = tuple(problems)
+
+
+class TransportError(WeightSyncError):
+    """Bytes or messages did not arrive."""
+
+
+class DeadlineExceeded(TransportError):
+    """Somebody was awaited for longer than allowed.
+
+    Attributes:
+        awaited: who or what was awaited.
+        seconds: the deadline that passed.
+    """
+
+    def __init__(self, awaited: str, seconds: float, *, remedy: str | None = None) -> None:
+        super().__init__(f"waited {seconds:.1f} s for {awaited}", remedy=remedy)
+        self.awaited = awaited
+        self.seconds = seconds
+
+
+class PeerLost(TransportError):
+    """The other end of a connection is gone."""
+
+
+class ProtocolError(TransportError):
+    """The other end sent something malformed, out of bounds or out of turn."""
+
+
+class MemoryShort(TransportError):
+    """The arena does not fit into memory. Nothing was reserved.
+
+    Attributes:
+        needed: bytes that the arena takes.
+        available: bytes that this process may still take.
+    """
+
+    def __init__(self, needed: int, available: int, limit: str) -> None:
+        super().__init__(
+            f"staging needs {needed / 1e6:.0f} MB of memory, {available / 1e6:.0f} MB are left "
+            f"({limit})",
+            remedy="free memory on this host, or raise its limit; nothing has been reserved",
+        )
+        self.needed = needed
+        self.available = available
+
+
+class UpdateError(WeightSyncError):
+    """An update that did not end in a receipt."""
+
+
+class UpdateRefused(UpdateError):
+    """An update was asked for in a state, or with arguments, that do not allow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DigestMismatch:
+    """One tensor whose bytes on one worker are not the trainer's."""
+
+    tensor: str
+    worker: str
+    expected: str
+    found: str
+
+
+class ProofFailed(UpdateError):
+    """At least one worker holds other bytes than the trainer. Old weights are intact.
+
+    Attributes:
+        mismatches: tensor, worker, and both digests.
+    """
+
+    def __init__(self, mismatches: Sequence[DigestMismatch]) -> None:
+        first = mismatches[0]
+        super().__init__(
+            f"{len(mismatches)} tensor(s) arrived with other bytes than were sent, first "
+            f"{first.tensor!r} on {first.worker}: digest {first.found}, expected {first.expected}. "
+            "The update was aborted; the engines serve what they served before.",
+            remedy="do not write to the weights while stage() runs; if nobody does, suspect this "
+            "host's memory and sync again",
+        )
+        self.mismatches = tuple(mismatches)
+
+
+class UpdateAborted(UpdateError):
+    """The update was given up before anything was applied. Old weights are intact."""
+
+
+class EnginePoisoned(UpdateError):
+    """An engine may hold a mixture of versions. It refuses to serve until a full update cures it."""
+
+
+class Superseded(UpdateError):
+    """A newer sender has taken this engine over; this sender can do nothing more."""

@@ -1,0 +1,139 @@
+"""What is wrong with a trace: tensors that the engine does not know, parameters that would stay what they were, casts, shapes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from weightsync.box import Box, tiles_exactly
+from weightsync.errors import Problem
+from weightsync.manifest import Manifest
+from weightsync.plan.trace import Copy, Trace
+from weightsync.target import Description
+
+__all__ = ["lint"]
+
+
+def lint(
+    trace: Trace,
+    manifest: Manifest,
+    parameters: Mapping[str, torch.Tensor],
+    packed: Mapping[str, Sequence[str]],
+) -> Description:
+    """Turn a trace into a description.
+
+    Args:
+        trace: of ``manifest`` through the engine's loader.
+        parameters: of the twin, by every name, aliases included; only shapes and dtypes are read.
+        packed: the engine's own ``{fused module: [checkpoint modules]}``, to name what is missing; may be empty.
+
+    Returns:
+        Problems, and the boxes of tensors that this worker takes only a part of.
+    """
+    by_tensor: dict[int, list[Copy]] = defaultdict(list)
+    by_parameter: dict[str, list[Copy]] = defaultdict(list)
+    for copy in trace.copies:
+        by_tensor[copy.index].append(copy)
+        by_parameter[copy.parameter].append(copy)
+    problems: list[Problem] = []
+    partial: list[tuple[int, Box]] = []
+    for index, spec in enumerate(manifest.tensors):
+        if index in trace.failures:
+            problems.append(_failure(spec.name, spec.shape, trace.failures[index], parameters))
+            continue
+        copies = by_tensor.get(index, [])
+        if not copies:
+            if index not in trace.unlooked and spec.numel:
+                problems.append(
+                    Problem("unknown", spec.name, "the engine's loader has no place for it")
+                )
+            continue
+        problems += _casts(spec.name, copies)
+        boxes = {copy.source.box for copy in copies if copy.source and copy.source.box}
+        if all(c.source and c.source.box for c in copies) and Box.whole(spec.shape) not in boxes:
+            partial += [(index, box) for box in sorted(boxes, key=lambda b: b.offsets) if box]
+    if trace.unlooked:
+        names = [manifest.tensors[index].name for index in trace.unlooked[:3]]
+        problems.append(
+            Problem(
+                "loader",
+                names[0],
+                f"and {len(trace.unlooked) - 1} more were not looked at, too many others failed",
+            )
+        )
+    problems += _uncovered(trace, by_parameter, parameters, packed)
+    return Description(tuple(problems), tuple(partial))
+
+
+def _failure(
+    name: str, shape: tuple[int, ...], error: str, parameters: Mapping[str, torch.Tensor]
+) -> Problem:
+    """Name a loader's exception for what it means."""
+    same = parameters.get(name)
+    if same is not None and tuple(same.shape) != shape:
+        return Problem(
+            "shape", name, f"has shape {list(shape)}, the engine's is {list(same.shape)}"
+        )
+    if error.startswith("KeyError") or "no module or parameter" in error:
+        return Problem("unknown", name, f"the engine's model has no such tensor ({error})")
+    return Problem("shape", name, f"shape {list(shape)} does not fit the engine's loader ({error})")
+
+
+def _casts(name: str, copies: Sequence[Copy]) -> list[Problem]:
+    wrong = {
+        copy.destination_dtype
+        for copy in copies
+        if copy.source is not None and copy.source_dtype != copy.destination_dtype
+    }
+    return [
+        Problem("dtype", name, f"is sent as {copies[0].source_dtype}, the engine holds {dtype}")
+        for dtype in sorted(wrong, key=str)
+    ]
+
+
+def _uncovered(
+    trace: Trace,
+    by_parameter: Mapping[str, Sequence[Copy]],
+    parameters: Mapping[str, torch.Tensor],
+    packed: Mapping[str, Sequence[str]],
+) -> list[Problem]:
+    """Parameters that are not written exactly once, all of them."""
+    fills: dict[str, list[Box]] = defaultdict(list)
+    for name, region in trace.fills:
+        if region.box is not None:
+            fills[name].append(region.box)
+    problems = []
+    for name, parameter in parameters.items():
+        if trace.aliases.get(name, name) != name or parameter.numel() == 0:
+            continue
+        copies = by_parameter.get(name, [])
+        boxes = [copy.destination.box for copy in copies]
+        known = [box for box in boxes if box is not None]
+        if len(known) < len(boxes):
+            continue  # a destination that is no box cannot be judged; the digest of what is served will
+        if tiles_exactly([*known, *(box for box in fills[name] if box.numel)], parameter.shape):
+            continue
+        written = sum(box.numel for box in known) + sum(box.numel for box in fills[name])
+        parts = _parts(name, packed)
+        if written > parameter.numel():
+            detail = f"would be written {written} times for {parameter.numel()} elements"
+            problems.append(Problem("duplicate", name, detail))
+        else:
+            detail = (
+                f"the engine's {name} {list(parameter.shape)} would get {written} of "
+                f"{parameter.numel()} elements"
+            )
+            problems.append(Problem("missing", parts, detail))
+    return problems
+
+
+def _parts(name: str, packed: Mapping[str, Sequence[str]]) -> str:
+    """The checkpoint's names for an engine's fused parameter, as far as the engine tells them."""
+    module, _, leaf = name.rpartition(".")
+    parent, _, last = module.rpartition(".")
+    if last in packed:
+        inner = ", ".join(packed[last])
+        return f"{parent}.{{{inner}}}.{leaf}" if parent else f"{{{inner}}}.{leaf}"
+    return name

@@ -1,0 +1,117 @@
+"""The record of one update: what was delivered, what was proven of it, and how long it took.
+
+Receipts form a chain: each carries the hash of the one before, so that a log of them cannot lose or swap an entry unnoticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from weightsync.target import ProofLevel
+
+__all__ = ["EngineReceipt", "LevelShare", "Receipt", "WorkerReceipt", "chain"]
+
+
+class WorkerReceipt(msgspec.Struct, frozen=True):
+    """What one worker proved.
+
+    Attributes:
+        name: engine and rank.
+        device: torch's name of its device.
+        nbytes: that it read and digested.
+        verify_seconds: that its digests took, while the engine was generating.
+        apply_seconds: that applying took on this worker.
+        load_seconds: thereof in the engine's own loader.
+    """
+
+    name: str
+    device: str
+    nbytes: int
+    verify_seconds: float
+    apply_seconds: float
+    load_seconds: float
+
+
+class EngineReceipt(msgspec.Struct, frozen=True):
+    """How one engine took the update.
+
+    Attributes:
+        name: as the caller knows it.
+        engine: name and version of the software.
+        pause: how requests in flight were treated: "keep", "wait" or "abort".
+        paused_seconds: from asking for the pause until the engine had resumed.
+        seconds: thereof by step: pause, apply, version, reset, resume.
+    """
+
+    name: str
+    engine: str
+    pause: str
+    paused_seconds: float
+    seconds: dict[str, float]
+    workers: tuple[WorkerReceipt, ...]
+
+
+class LevelShare(msgspec.Struct, frozen=True):
+    """How much of the model was proven at one level."""
+
+    tensors: int
+    nbytes: int
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """Proof that every worker of every engine serves one version.
+
+    Attributes:
+        version: that the engines report from now on.
+        update_id: of this update.
+        proven: the weakest level among all tensors.
+        levels: by level, the number of tensors and bytes proven at it; together they are the whole model.
+        nbytes: of all checkpoint tensors.
+        manifest_hash: of names, dtypes and shapes, in order.
+        digest: over all tensors' digests and this update's seed.
+        casts: declared dtype changes by tensor.
+        aliases: tensors that were not sent since they are the same memory as another.
+        seconds: by phase: plan, fill, verify, stage (all of staging), commit (all of committing).
+        previous: hash of the sender's receipt before this one, "" for its first.
+        hash: of everything above.
+    """
+
+    version: str
+    update_id: str
+    proven: ProofLevel
+    levels: dict[str, LevelShare]
+    nbytes: int
+    manifest_hash: str
+    digest: str
+    casts: dict[str, str]
+    aliases: dict[str, str]
+    engines: tuple[EngineReceipt, ...]
+    seconds: dict[str, float]
+    previous: str
+    hash: str = ""
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Receipt:
+        """The inverse of `to_json`; does not check the hash, `intact` does."""
+        return msgspec.json.decode(text, type=cls)
+
+    @property
+    def intact(self) -> bool:
+        """Whether the hash is that of the content."""
+        return self.hash == _hash(self)
+
+
+def chain(receipt: Receipt) -> Receipt:
+    """The receipt with its hash filled in."""
+    return msgspec.structs.replace(receipt, hash=_hash(receipt))
+
+
+def _hash(receipt: Receipt) -> str:
+    content = msgspec.structs.replace(receipt, hash="")
+    return hashlib.blake2b(msgspec.json.encode(content, order="sorted"), digest_size=32).hexdigest()

@@ -1,0 +1,118 @@
+"""The protocol of a source, and how a source's data get into an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightsync.digest import copy_and_digest_spans
+from weightsync.errors import SourceError
+from weightsync.manifest import Manifest
+
+__all__ = ["Pieces", "Source", "fill"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Parts of checkpoint tensors in this process's memory, ready to be copied. All arrays have shape (k,).
+
+    Attributes:
+        index: of the tensor in the manifest, int64.
+        start: first byte within the whole tensor, uint64.
+        nbytes: bytes, uint64.
+        address: where they lie, uint64. Valid until the iterator that yielded them is advanced.
+    """
+
+    index: NDArray[np.int64]
+    start: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+    address: NDArray[np.uint64]
+
+
+class Source(Protocol):
+    """What a trainer has.
+
+    Attributes:
+        casts: ``{name: "float32 -> bfloat16"}`` of the last manifest; declared by the user, named in the receipt.
+        aliases: ``{name: name}`` of tensors that are not sent because they are the same memory as another.
+    """
+
+    casts: Mapping[str, str]
+    aliases: Mapping[str, str]
+
+    def manifest(self) -> Manifest:
+        """Names, wire dtypes and shapes as of now.
+
+        Raises:
+            SourceError, ManifestError: the tensors cannot be sent.
+        """
+        ...
+
+    def pieces(self) -> Iterator[Pieces]:
+        """The bytes of every tensor of `manifest`, each exactly once, in any order and cut."""
+        ...
+
+
+def fill(
+    source: Source,
+    manifest: Manifest,
+    destination: NDArray[np.uint64],
+    seeds: NDArray[np.uint64],
+    progress: Callable[[int, int], None] | None = None,
+) -> NDArray[np.uint64]:
+    """Copy a source into memory and digest what was read, in the same pass.
+
+    Args:
+        manifest: of the source.
+        destination: address of each tensor's place, shape (n,).
+        seeds: of each tensor's digest, shape (n,).
+        progress: called with (bytes done, bytes in all) after each batch.
+
+    Returns:
+        Digests of the source's bytes, shape (n, 2), uint64.
+
+    Raises:
+        SourceError: the pieces are not exactly the manifest's bytes; found before a piece is copied out of bounds.
+    """
+    count, whole = len(manifest), manifest.nbytes
+    digests = np.zeros((count, 2), np.uint64)
+    arrived = np.zeros(count, np.uint64)
+    done, total = 0, manifest.total_bytes
+    for batch in source.pieces():
+        if batch.index.size == 0:
+            continue
+        if int(batch.index.min()) < 0 or int(batch.index.max()) >= count:
+            raise SourceError("a source yielded a piece of a tensor that its manifest lacks")
+        sizes = whole[batch.index]
+        if np.any(batch.start > sizes) or np.any(batch.nbytes > sizes - batch.start):
+            raise SourceError("a source yielded a piece that reaches beyond its tensor")
+        digests += copy_and_digest_spans(
+            batch.address,
+            destination[batch.index] + batch.start,
+            batch.nbytes,
+            batch.start,
+            seeds[batch.index],
+            batch.index,
+            count,
+        )
+        np.add.at(arrived, batch.index, batch.nbytes)
+        done += int(batch.nbytes.sum())
+        if progress is not None:
+            progress(done, total)
+    if source.manifest().hash != manifest.hash:
+        raise SourceError(
+            "the source's tensors changed while they were sent",
+            remedy="do not add, rename or replace parameters while stage() runs",
+        )
+    if not np.array_equal(arrived, whole):
+        wrong = int(np.flatnonzero(arrived != whole)[0])
+        raise SourceError(
+            f"{manifest.tensors[wrong].name!r} has {int(whole[wrong])} bytes, the source yielded "
+            f"{int(arrived[wrong])}",
+            remedy="do not resize or replace parameters while they are sent",
+        )
+    return digests

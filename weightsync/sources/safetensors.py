@@ -1,0 +1,247 @@
+"""A checkpoint directory as a source: one safetensors file, or several with an index. Read by mmap, never all in memory.
+
+The format is read here rather than through the safetensors package because the bytes go straight from the page cache into the
+arena: 8 bytes little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}``, then the data (the format's
+specification, safetensors 0.8). Everything that the header claims is checked against the file before it is believed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from weightsync.errors import SourceError
+from weightsync.manifest import Manifest, TensorSpec
+from weightsync.sources.base import Pieces
+from weightsync.sources.module import CastRule, converted_pieces, dtype_name, wire_dtype
+from weightsync.transport.shm import address_of
+
+__all__ = ["SafetensorsSource"]
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+MAX_HEADER: Final = 100 << 20
+BATCH_BYTES: Final = 32 << 20
+"""Bytes of a file that are resident at once."""
+
+DTYPES: Final = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    file: Path
+    spec: TensorSpec
+    offset: int
+
+
+class SafetensorsSource:
+    """A checkpoint directory, or one ``.safetensors`` file.
+
+    Args:
+        path: the directory or file.
+        dtype: declared casts; nothing is cast otherwise.
+
+    Raises:
+        SourceError: the path, the index or a header is not what the format says; names the file and the tensor.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, dtype: CastRule = None) -> None:
+        self.path = Path(path)
+        self.casts: dict[str, str] = {}
+        self.aliases: dict[str, str] = {}
+        self._stored = _read_checkpoint(self.path)
+        specs = []
+        for stored in self._stored:
+            spec = stored.spec
+            to = dtype_name(wire_dtype(spec.name, getattr(torch, spec.dtype), dtype))
+            if to != spec.dtype:
+                self.casts[spec.name] = f"{spec.dtype} -> {to}"
+            specs.append(TensorSpec(spec.name, to, spec.shape))
+        self._manifest = Manifest(specs)
+
+    def manifest(self) -> Manifest:
+        """See `weightsync.sources.base.Source`."""
+        return self._manifest
+
+    def pieces(self) -> Iterator[Pieces]:
+        """See `weightsync.sources.base.Source`. At most `BATCH_BYTES` of a file are resident at a time."""
+        by_file: dict[Path, list[int]] = {}
+        for index, stored in enumerate(self._stored):
+            by_file.setdefault(stored.file, []).append(index)
+        for file, indices in by_file.items():
+            with file.open("rb") as handle:
+                size = os.fstat(handle.fileno()).st_size
+                for index in indices:
+                    stored = self._stored[index]
+                    if stored.offset + stored.spec.nbytes > size:
+                        raise SourceError(
+                            f"{file} has become shorter while it was read: {stored.spec.name!r} is cut off"
+                        )
+                # Private and writable only because torch wants writable buffers; nothing is ever written.
+                mapping = mmap.mmap(
+                    handle.fileno(),
+                    size,
+                    flags=mmap.MAP_PRIVATE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
+            mapping.madvise(mmap.MADV_SEQUENTIAL)
+            yield from self._file_pieces(mapping, indices)
+
+    def _file_pieces(self, mapping: mmap.mmap, indices: list[int]) -> Iterator[Pieces]:
+        base = address_of(mapping)
+        batch: list[tuple[int, int, int, int]] = []
+        pending = 0
+        low = 0
+        for index in indices:
+            stored = self._stored[index]
+            if stored.spec.name in self.casts:
+                if stored.spec.nbytes:
+                    flat = torch.frombuffer(
+                        mapping,
+                        dtype=getattr(torch, stored.spec.dtype),
+                        count=stored.spec.numel,
+                        offset=stored.offset,
+                    )
+                    yield from converted_pieces(index, flat, self._manifest.tensors[index].dtype)
+                continue
+            start = 0
+            while start < stored.spec.nbytes:
+                nbytes = min(stored.spec.nbytes - start, BATCH_BYTES - pending)
+                batch.append((index, start, nbytes, base + stored.offset + start))
+                start, pending = start + nbytes, pending + nbytes
+                if pending == BATCH_BYTES:
+                    yield _pieces(batch)
+                    low = _release(mapping, low, stored.offset + start)
+                    batch, pending = [], 0
+        if batch:
+            yield _pieces(batch)
+        # The mapping goes with the last reference; its pages stay in the page cache only.
+
+
+def _pieces(batch: list[tuple[int, int, int, int]]) -> Pieces:
+    index, start, nbytes, address = (list(column) for column in zip(*batch, strict=True))
+    return Pieces(
+        np.array(index, np.int64),
+        np.array(start, np.uint64),
+        np.array(nbytes, np.uint64),
+        np.array(address, np.uint64),
+    )
+
+
+def _release(mapping: mmap.mmap, low: int, high: int) -> int:
+    """Unmap the whole pages of ``low..high`` from this process; the next page that is still needed."""
+    first = -(-low // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = high // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+        return last
+    return low
+
+
+def _read_checkpoint(path: Path) -> list[_Stored]:
+    if path.is_file():
+        return _read_file(path)
+    index, single = path / INDEX, path / SINGLE
+    if index.is_file():
+        return _read_sharded(path, index)
+    if single.is_file():
+        return _read_file(single)
+    raise SourceError(
+        f"{path} holds no {SINGLE} and no {INDEX}",
+        remedy="point at a checkpoint directory as save_pretrained writes it (safetensors, not .bin)",
+    )
+
+
+def _read_sharded(directory: Path, index: Path) -> list[_Stored]:
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise SourceError(f"{index} is no index: {error}") from error
+    found: list[_Stored] = []
+    for file in dict.fromkeys(weight_map.values()):
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise SourceError(f"{index} names {file!r}, expected a file beside it")
+        if not (directory / file).is_file():
+            raise SourceError(
+                f"{index} names {file!r}, which is not there",
+                remedy="the checkpoint is incomplete; copy it again",
+            )
+        found += _read_file(directory / file)
+    placed = {stored.spec.name: stored.file.name for stored in found}
+    for name, file in weight_map.items():
+        if placed.get(name) != file:
+            raise SourceError(f"{index} says that {name!r} is in {file!r}; it is not")
+    extra = placed.keys() - weight_map.keys()
+    if extra:
+        raise SourceError(f"{placed[min(extra)]!r} holds {min(extra)!r}, which {index} does not name")
+    return found
+
+
+def _read_file(file: Path) -> list[_Stored]:
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        prefix = handle.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(MAX_HEADER, size - 8):
+            raise SourceError(f"{file} is no safetensors file: its header claims {length} bytes")
+        header = handle.read(length)
+    data = 8 + length
+    try:
+        raw = msgspec.json.decode(header, type=dict[str, Any])
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.convert(entry, _Entry) for name, entry in raw.items()}
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{file} is no safetensors file: {error}") from error
+    found = []
+    for name, entry in entries.items():
+        if entry.dtype not in DTYPES:
+            raise SourceError(f"{file}: {name!r} has dtype {entry.dtype!r}, known are {', '.join(DTYPES)}")
+        spec = TensorSpec(name, DTYPES[entry.dtype], tuple(entry.shape))
+        begin, end = entry.data_offsets
+        if any(side < 0 for side in spec.shape) or begin < 0 or end - begin != spec.nbytes or data + end > size:
+            raise SourceError(
+                f"{file}: {name!r} claims bytes {begin} to {end} of {size - data} for {spec.nbytes}",
+                remedy="the file is damaged or cut off; copy it again",
+            )
+        found.append(_Stored(file, spec, data + begin))
+    found.sort(key=lambda stored: stored.offset)
+    for before, after in zip(found, found[1:], strict=False):
+        if before.offset + before.spec.nbytes > after.offset:
+            raise SourceError(f"{file}: {before.spec.name!r} and {after.spec.name!r} overlap")
+    return found

@@ -1,0 +1,178 @@
+"""Shared memory on one host: one sealed memfd, created once, passed by descriptor, reused for every update.
+
+The sender maps it shared and writes; workers map it read-only to digest it, and privately (copy-on-write) for the engine's
+loader, so that torch gets writable views without anybody being able to write into the arena. A memfd has no name: when the last process that holds it dies, it is
+gone. Its size is sealed before it leaves the sender, so no reader can meet SIGBUS.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightsync.errors import MemoryShort, ProtocolError, TransportError
+from weightsync.manifest import Manifest
+
+__all__ = ["ALIGNMENT", "ArenaReader", "ShmArena", "address_of", "arena_offsets", "available_memory"]
+
+ALIGNMENT: Final = 64
+"""Bytes; a cache line, and a multiple of every dtype's size."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def arena_offsets(manifest: Manifest) -> tuple[NDArray[np.uint64], int]:
+    """Where each tensor lies in an arena, in manifest order.
+
+    Returns:
+        Offsets in bytes, shape (n,), each a multiple of `ALIGNMENT`, and the arena's size in bytes.
+    """
+    padded = (manifest.nbytes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    ends = np.cumsum(padded, dtype=np.uint64)
+    return ends - padded, max(int(ends[-1]), mmap.PAGESIZE)
+
+
+def address_of(buffer: mmap.mmap) -> int:
+    """The address of a mapping's first byte. Valid while somebody holds the mapping."""
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
+    """Bytes that may still be taken, and which limit says so: the host's or the cgroup's (v2 or v1)."""
+    host = 0
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            host = int(line.split()[1]) * 1024
+    candidates = [(host, "MemAvailable of the host")]
+    for limit, usage, stat, cache in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        try:
+            allowed = (cgroup / limit).read_text().strip()
+            used = int((cgroup / usage).read_text())
+            reclaimable = [
+                int(line.split()[1])
+                for line in (cgroup / stat).read_text().splitlines()
+                if line.split()[0] == cache
+            ]
+        except (OSError, ValueError, IndexError):
+            continue
+        if allowed != "max":
+            candidates.append((int(allowed) - used + sum(reclaimable), f"cgroup limit {limit}"))
+    return min(candidates)
+
+
+class ShmArena:
+    """The sender's end.
+
+    Args:
+        nbytes: size of the arena.
+
+    Raises:
+        MemoryShort: it does not fit; checked before anything is reserved.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        available, limit = available_memory()
+        if nbytes > available:
+            raise MemoryShort(nbytes, available, limit)
+        self.nbytes = nbytes
+        self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            # Reserve every page now: a write into a hole of a full memory limit would be SIGBUS.
+            os.posix_fallocate(self.fd, 0, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map: mmap.mmap | None = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED)
+        except OSError as error:
+            os.close(self.fd)
+            raise TransportError(f"cannot reserve an arena of {nbytes} bytes: {error}") from error
+        self.address = address_of(self._map)
+
+    def view(self) -> NDArray[np.uint8]:
+        """The arena's bytes, writable, shape (nbytes,)."""
+        if self._map is None:
+            raise TransportError("the arena is closed")
+        return np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Give the memory back; workers that map it keep what they map."""
+        if self._map is not None:
+            self._map = None
+            os.close(self.fd)
+
+
+class ArenaReader:
+    """A worker's end.
+
+    Args:
+        fd: descriptor that came from the sender; owned by the reader from now on.
+        nbytes: size that was announced.
+
+    Raises:
+        ProtocolError: the descriptor is no sealed memory of that size.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._fd = fd
+        self.nbytes = nbytes
+        try:
+            size = os.fstat(fd).st_size
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if size != nbytes or nbytes <= 0 or seals & _SEALS != _SEALS:
+                raise ProtocolError(
+                    f"expected a sealed arena of {nbytes} bytes, got {size} bytes with seals {seals:#x}"
+                )
+            self._map: mmap.mmap | None = mmap.mmap(
+                fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
+            )
+        except OSError as error:
+            os.close(fd)
+            raise ProtocolError(f"the arena's descriptor cannot be mapped: {error}") from error
+        except ProtocolError:
+            os.close(fd)
+            raise
+
+    @contextmanager
+    def held(self) -> Iterator[int]:
+        """The arena's address, mapped until the block ends even if the reader is closed meanwhile.
+
+        Raises:
+            TransportError: the arena is closed.
+        """
+        mapping = self._map
+        if mapping is None:
+            raise TransportError("the arena is closed")
+        yield address_of(mapping)
+        del mapping
+
+    def private_copy(self) -> mmap.mmap:
+        """A fresh copy-on-write mapping: writable for its holder, invisible to everybody else.
+
+        A new one for each update: a page that an earlier loader wrote to would stay as it was then.
+        It is unmapped when the last tensor that views it is gone.
+        """
+        if self._map is None:
+            raise TransportError("the arena is closed")
+        return mmap.mmap(
+            self._fd, self.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map = None
+            os.close(self._fd)

@@ -1,0 +1,410 @@
+"""Messages between a sender and the workers of one host, and how they travel.
+
+A frame is a little-endian u32 length and that many bytes of MessagePack, decoded against a closed set of typed structs
+(msgspec): no pickle, no code, nothing that is not declared here. Sockets are Unix stream sockets in a directory of mode
+0700, both ends check each other's user by ``SO_PEERCRED``, and file descriptors travel by ``SCM_RIGHTS``.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+from typing import Final
+
+import msgspec
+
+from weightsync.deadline import Deadline
+from weightsync.errors import PeerLost, ProblemKind, ProtocolError
+from weightsync.manifest import TensorSpec
+
+__all__ = [
+    "PROTOCOL",
+    "Abort",
+    "Ack",
+    "Applied",
+    "Arm",
+    "Begin",
+    "Channel",
+    "Commit",
+    "Described",
+    "Digests",
+    "Hello",
+    "Joined",
+    "Layout",
+    "Message",
+    "Partial",
+    "Poison",
+    "Refused",
+    "Resumed",
+    "Seal",
+    "Welcome",
+    "WireProblem",
+    "WorkerStatus",
+    "check_peer",
+]
+
+PROTOCOL: Final = 1
+MAX_FRAME: Final = 64 << 20
+"""Bytes of the largest frame: the layout of some 500,000 tensors."""
+MAX_FDS: Final = 1
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """What a worker knows about itself; it outlives senders.
+
+    Attributes:
+        phase: of the update in progress, or of the last one (`weightsync.update.Phase`).
+        version: of the weights served, None before the first update.
+        epoch: the highest epoch that any sender has held.
+        poisoned: why the worker may hold a mixture, else None.
+        holds_pause: a sender paused this engine and has not said that it resumed it.
+        session_open: the engine's own update session was started and not finished.
+    """
+
+    phase: str
+    version: str | None
+    epoch: int
+    poisoned: str | None
+    holds_pause: bool
+    session_open: bool
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Worker to sender, first of all."""
+
+    protocol: int
+    session: str
+    rank: int
+    world_size: int
+    pid: int
+    device: str
+    engine: str
+    status: WorkerStatus
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """Sender to worker: you are mine from now on, under this epoch."""
+
+    epoch: int
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """Worker to sender: what an earlier sender left has been cleared; this is how things stand."""
+
+    rank: int
+    status: WorkerStatus
+
+
+class Layout(Message, frozen=True, tag="layout"):
+    """Sender to worker, with the arena's descriptor: what will lie where.
+
+    Attributes:
+        tensors: the manifest, in order.
+        offsets: of each tensor in the arena, in bytes.
+        arena_bytes: size of the arena.
+        manifest_hash: checked by the worker against its own computation.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    arena_bytes: int
+    manifest_hash: str
+
+
+class WireProblem(msgspec.Struct, frozen=True):
+    """`weightsync.errors.Problem` on the wire."""
+
+    kind: ProblemKind
+    name: str
+    detail: str
+
+
+class Partial(msgspec.Struct, frozen=True, array_like=True):
+    """One box of a checkpoint tensor that this worker takes, where it does not take it whole."""
+
+    index: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class Described(Message, frozen=True, tag="described"):
+    """Worker to sender: whether the target takes the layout.
+
+    Attributes:
+        manifest_hash: of the layout that was looked at.
+        problems: empty when it fits.
+        partial: the boxes taken of tensors that are not taken whole.
+        seconds: that looking took.
+    """
+
+    rank: int
+    manifest_hash: str
+    problems: tuple[WireProblem, ...]
+    partial: tuple[Partial, ...]
+    seconds: float
+
+
+class Begin(Message, frozen=True, tag="begin"):
+    """Sender to worker: the arena is about to be overwritten."""
+
+    update_id: str
+    version: str
+
+
+class Seal(Message, frozen=True, tag="seal"):
+    """Sender to worker: all bytes are there; digest them with this seed."""
+
+    update_id: str
+    seed: int
+
+
+class Digests(Message, frozen=True, tag="digests"):
+    """Worker to sender: one digest per tensor, as (n, 2) little-endian u64, and the bytes it read.
+
+    A digest does not see zero bytes, hence the count beside it.
+    """
+
+    update_id: str
+    rank: int
+    digests: bytes
+    nbytes: int
+    seconds: float
+
+
+class Arm(Message, frozen=True, tag="arm"):
+    """Sender to worker: all have voted, the next apply with this id is allowed."""
+
+    update_id: str
+
+
+class Applied(Message, frozen=True, tag="applied"):
+    """Worker to sender: how applying went.
+
+    Attributes:
+        error: None, or what went wrong.
+        seconds: that applying took, all in all.
+        load_seconds: thereof in the engine's own loader.
+    """
+
+    update_id: str
+    rank: int
+    error: str | None
+    seconds: float
+    load_seconds: float
+
+
+class Commit(Message, frozen=True, tag="commit"):
+    """Sender to worker: every worker applied it; this version is served from now on."""
+
+    update_id: str
+
+
+class Resumed(Message, frozen=True, tag="resumed"):
+    """Sender to worker: the engine is no longer paused by this sender."""
+
+    update_id: str
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """Sender to worker: nothing will be applied; the arena means nothing."""
+
+    update_id: str
+    reason: str
+
+
+class Poison(Message, frozen=True, tag="poison"):
+    """Sender to worker: another worker failed to apply; serve nothing until cured."""
+
+    update_id: str
+    reason: str
+
+
+class Ack(Message, frozen=True, tag="ack"):
+    """Worker to sender: done. ``of`` is the tag of the message that is answered."""
+
+    of: str
+    update_id: str
+    rank: int
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """Worker to sender: this can't be done, and why. The worker's state has not changed."""
+
+    of: str
+    update_id: str
+    rank: int
+    reason: str
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Joined
+    | Layout
+    | Described
+    | Begin
+    | Seal
+    | Digests
+    | Arm
+    | Applied
+    | Commit
+    | Resumed
+    | Abort
+    | Poison
+    | Ack
+    | Refused
+)
+
+_HEADER = struct.Struct("<I")
+_DECODER = msgspec.msgpack.Decoder(AnyMessage)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def check_peer(sock: socket.socket) -> int:
+    """The pid at the other end of a Unix socket, if it belongs to this user.
+
+    Raises:
+        ProtocolError: it belongs to somebody else.
+    """
+    size = struct.calcsize("3i")
+    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if uid != os.geteuid():
+        raise ProtocolError(
+            f"process {pid} of user {uid} is at the other end, expected user {os.geteuid()}",
+            remedy="run trainer and engine as the same user",
+        )
+    return int(pid)
+
+
+class Channel:
+    """One connected socket that carries whole messages. Not thread-safe.
+
+    Args:
+        sock: connected Unix stream socket; owned by the channel from now on.
+        peer: what the other end is called in errors.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._received = bytearray()
+        self._fds: list[int] = []
+        self.peer = peer
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._sock.close()
+
+    def send(self, message: Message, deadline: Deadline, *, fd: int | None = None) -> None:
+        """Send one message, and a descriptor with it.
+
+        Raises:
+            DeadlineExceeded: the other end does not read.
+            PeerLost: the other end is gone.
+            ProtocolError: the message is larger than a frame may be.
+        """
+        body = _ENCODER.encode(message)
+        if len(body) > MAX_FRAME:
+            raise ProtocolError(f"a message of {len(body)} bytes exceeds {MAX_FRAME}")
+        frame = memoryview(_HEADER.pack(len(body)) + body)
+        rights = [] if fd is None else [_rights(fd)]
+        while frame:
+            try:
+                sent = self._sock.sendmsg([frame], rights, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+                continue
+            except OSError as error:
+                raise PeerLost(f"{self.peer} is gone: {error}") from error
+            frame, rights = frame[sent:], []
+
+    def receive(self, deadline: Deadline) -> Message:
+        """The next message.
+
+        Raises:
+            DeadlineExceeded: none came in time.
+            PeerLost: the other end is gone.
+            ProtocolError: it is malformed or too large.
+        """
+        while True:
+            message = self.poll()
+            if message is not None:
+                return message
+            self._wait(select.POLLIN, deadline)
+
+    def poll(self) -> Message | None:
+        """The next message if it is here already, else None. Raises as `receive` does."""
+        message = self._take()
+        while message is None and self._read():
+            message = self._take()
+        return message
+
+    def take_fd(self) -> int:
+        """The descriptor that came with the last message; the caller closes it.
+
+        Raises:
+            ProtocolError: none came.
+        """
+        if not self._fds:
+            raise ProtocolError(f"{self.peer} sent no file descriptor where one belongs")
+        return self._fds.pop(0)
+
+    def _take(self) -> Message | None:
+        if len(self._received) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(self._received)
+        if length > MAX_FRAME:
+            raise ProtocolError(f"{self.peer} announced a frame of {length} bytes, allowed {MAX_FRAME}")
+        end = _HEADER.size + length
+        if len(self._received) < end:
+            return None
+        body = bytes(self._received[_HEADER.size : end])
+        del self._received[:end]
+        try:
+            message: Message = _DECODER.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"{self.peer} sent something that is no message: {error}") from error
+        return message
+
+    def _read(self) -> bool:
+        """Read what is here; False if nothing is."""
+        try:
+            data, ancillary, flags, _ = self._sock.recvmsg(
+                1 << 18, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise PeerLost(f"{self.peer} is gone: {error}") from error
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                self._fds.extend(fds)
+        if flags & socket.MSG_CTRUNC or len(self._fds) > MAX_FDS:
+            raise ProtocolError(f"{self.peer} sent more file descriptors than expected")
+        if not data:
+            raise PeerLost(f"{self.peer} closed the connection")
+        self._received += data
+        return True
+
+    def _wait(self, events: int, deadline: Deadline) -> None:
+        poller = select.poll()
+        poller.register(self._sock, events)
+        poller.poll(deadline.remaining(self.peer) * 1000)
+
+
+def _rights(fd: int) -> tuple[int, int, array.array[int]]:
+    return (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
