@@ -2,17 +2,18 @@
 
     import weightsync as ws
 
-    engine = ws.connect("vllm+http://127.0.0.1:8000")
-    sender = ws.WeightSender(ws.ModuleSource(model), engines=[engine])
-    receipt = sender.sync(version=step)          # returns only when every worker has proven its bytes
+    engine = ws.connect("vllm+http://127.0.0.1:8000") sender =
+    ws.WeightSender(ws.ModuleSource(model), engines=[engine]) receipt = sender.sync(version=step)
+    # returns only when every worker has proven its bytes
 
-Importing this package touches no GPU, starts nothing, and loads nothing heavy: names are looked up when they are used, since every
-vLLM on the machine imports this package for its plug-in.
+Importing this package touches no GPU, starts nothing, and loads nothing heavy: names are looked up
+when they are used, since every vLLM on the machine imports this package for its plug-in.
 """
 
 from __future__ import annotations
 
 import importlib
+from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ __all__ = [
     "engine",
 ]
 __version__ = "0.1.0"
+
+# From the repository's root, the folder there hides an installed wheel, which alone has the native
+# module.
+__path__ = extend_path(__path__, __name__)
 
 _HOMES = {
     "Manifest": "manifest",

@@ -1,7 +1,8 @@
 """Boxes: axis-aligned parts of a checkpoint tensor. Pure data, no I/O.
 
-A box has one offset and one length per dimension, in elements of the **whole** checkpoint tensor. Trainer shards and
-engine parameters are both expressed as boxes, so that the two sides meet in one coordinate system.
+A box has one offset and one length per dimension, in elements of the **whole** checkpoint tensor.
+Trainer shards and engine parameters are both expressed as boxes, so that the two sides meet in one
+coordinate system.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Box:
         if len(self.offsets) != len(other.offsets):
             raise ManifestError(f"boxes of different rank cannot meet: {self} and {other}")
         offsets, lengths = [], []
-        for a, n, b, m in zip(self.offsets, self.lengths, other.offsets, other.lengths, strict=True):
+        for a, n, b, m in zip(
+            self.offsets, self.lengths, other.offsets, other.lengths, strict=True
+        ):
             low, high = max(a, b), min(a + n, b + m)
             if low >= high:
                 return None

@@ -1,7 +1,9 @@
-"""The flip of one engine: pause, apply, version, caches, resume; and what happens when one of them fails.
+"""The flip of one engine: pause, apply, version, caches, resume; and what happens when one of them
+fails.
 
-Before the first worker applies anything, every failure leaves the old weights. From then on an engine either ends committed or
-poisoned: paused requests are ended, new ones are refused at admission, and only a full update cures it.
+Before the first worker applies anything, every failure leaves the old weights. From then on an
+engine either ends committed or poisoned: paused requests are ended, new ones are refused at
+admission, and only a full update cures it.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from weightsync.engines.base import Engine, PauseMode
 from weightsync.control import Worker, ask_all, gather
 from weightsync.deadline import Deadline
+from weightsync.engines.base import Engine, PauseMode
 from weightsync.errors import EnginePoisoned, UpdateAborted, WeightSyncError
 from weightsync.receipt import EngineReceipt, WorkerReceipt
 from weightsync.wire import Abort, Ack, Applied, Arm, Commit, Digests, Poison, Resumed
 
-__all__ = ["commit_engine"]
+__all__ = ["commit_engine", "release_pause"]
 
 log = logging.getLogger("weightsync.sender")
 
@@ -58,18 +60,21 @@ def commit_engine(
         EnginePoisoned: later; the engine refuses to serve until a full update cures it.
     """
     clock = _Clock()
-    paused_here = False
+    ours = False
     try:
-        ask_all(workers, Arm(update_id=update_id), Ack, deadline, update_id=update_id)
+        # A pause that somebody else asked for stays; one that a failed update left is ours.
+        paused = engine.is_paused(deadline)
+        ours = not paused or any(worker.holds_pause for worker in workers)
+        arm = Arm(update_id=update_id, holds_pause=ours)
+        ask_all(workers, arm, Ack, deadline, update_id=update_id)
         engine.begin(deadline)
-        was_paused = engine.is_paused(deadline)
         started = time.perf_counter()
-        if not was_paused:
-            paused_here = True
+        if not paused:
             with clock.measure("pause"):
                 engine.pause(pause, deadline)
     except BaseException as error:
-        _unwind(engine, workers, update_id, paused_here, str(error))
+        poisoned = any(worker.status.poisoned for worker in workers)
+        _unwind(engine, workers, update_id, resume=ours and not poisoned, reason=str(error))
         if not isinstance(error, WeightSyncError):
             raise
         raise UpdateAborted(
@@ -88,11 +93,11 @@ def commit_engine(
         with clock.measure("reset"):
             engine.reset_caches(deadline, recompute=pause == "keep")
         ask_all(workers, Commit(update_id=update_id), Ack, deadline, update_id=update_id)
-        if paused_here:
+        if ours:
             with clock.measure("resume"):
                 engine.resume(deadline)
-        paused = time.perf_counter() - started
-        ask_all(workers, Resumed(update_id=update_id), Ack, deadline, update_id=update_id)
+        paused_seconds = time.perf_counter() - started
+        release_pause(workers, update_id, deadline)
     except BaseException as error:
         _poison(engine, workers, update_id, str(error))
         if not isinstance(error, WeightSyncError):
@@ -106,7 +111,7 @@ def commit_engine(
         name=engine.name,
         engine=workers[0].description,
         pause=pause,
-        paused_seconds=paused,
+        paused_seconds=paused_seconds,
         seconds=clock.seconds,
         workers=tuple(
             WorkerReceipt(
@@ -122,17 +127,24 @@ def commit_engine(
     )
 
 
+def release_pause(workers: Sequence[Worker], update_id: str, deadline: Deadline) -> None:
+    """Tell an engine's workers that it was resumed: nobody has to do it for this sender."""
+    ask_all(workers, Resumed(update_id=update_id), Ack, deadline, update_id=update_id)
+    for worker in workers:
+        worker.holds_pause = False
+
+
 def _unwind(
-    engine: Engine, workers: Sequence[Worker], update_id: str, paused_here: bool, reason: str
+    engine: Engine, workers: Sequence[Worker], update_id: str, *, resume: bool, reason: str
 ) -> None:
     """Nothing was applied: leave the engine as it was found."""
     deadline = Deadline.after(SETTLE_SECONDS)
     message = Abort(update_id=update_id, reason=reason[:1000])
     _try(lambda: ask_all(workers, message, Ack, deadline, update_id=update_id))
     _try(lambda: engine.finish(None, deadline))
-    if paused_here:
+    if resume:
         _try(lambda: engine.resume(deadline))
-    _try(lambda: ask_all(workers, Resumed(update_id=update_id), Ack, deadline, update_id=update_id))
+        _try(lambda: release_pause(workers, update_id, deadline))
 
 
 def _poison(engine: Engine, workers: Sequence[Worker], update_id: str, reason: str) -> None:

@@ -1,7 +1,9 @@
-"""The sender's sockets: a private place to dial in to, and questions to all workers with answers from all.
+"""The sender's sockets: a private place to dial in to, and questions to all workers with answers
+from all.
 
-There is no thread here. Workers answer on threads of their own, so the sender may ask, call into an engine, and only then read
-the answers; no answer ever has to wait for the sender to be scheduled.
+There is no thread here. Workers answer on threads of their own, so the sender may ask, call into
+an engine, and only then read the answers; no answer ever has to wait for the sender to be
+scheduled.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from weightsync.runtime import OwnedDirectory, remove_stale
 from weightsync.wire import (
     PROTOCOL,
     Ack,
+    Applied,
     Channel,
+    Digests,
     Hello,
     Joined,
     Message,
@@ -44,7 +48,8 @@ class Worker:
     Attributes:
         name: for messages: engine and rank.
         rank: among the engine's workers.
-        status: as of the last time it was told.
+        status: when this sender took it over.
+        holds_pause: a sender, this one or one before it, paused the engine and has not resumed it.
     """
 
     def __init__(self, engine: str, hello: Hello, channel: Channel) -> None:
@@ -54,12 +59,14 @@ class Worker:
         self.device = hello.device
         self.description = hello.engine
         self.status: WorkerStatus = hello.status
+        self.holds_pause = False
         self.channel = channel
         channel.peer = self.name
 
 
 class Listener:
-    """A socket in a directory of its own, which disappears with it or at the next start after a crash."""
+    """A socket in a directory of its own, which disappears with it or at the next start after a
+    crash."""
 
     def __init__(self) -> None:
         remove_stale("session")
@@ -71,7 +78,8 @@ class Listener:
         self._sock.setblocking(False)
 
     def accept(self, expected: Mapping[str, tuple[str, int]], deadline: Deadline) -> list[Worker]:
-        """Let all workers of some engines in, and take them over under an epoch above any they know.
+        """Let all workers of some engines in, and take them over under an epoch above any they
+        know.
 
         Args:
             expected: by session token: the engine's name and its number of workers.
@@ -99,7 +107,10 @@ class Listener:
                     channel.close()
                     raise
                 found[key] = worker
-            workers = [found[key] for key in sorted(found, key=lambda k: (list(expected).index(k[0]), k[1]))]
+            workers = [
+                found[key]
+                for key in sorted(found, key=lambda k: (list(expected).index(k[0]), k[1]))
+            ]
             epoch = 1 + max(worker.status.epoch for worker in workers)
             answers = ask_all(workers, Welcome(epoch=epoch), Joined, deadline)
         except BaseException:
@@ -108,6 +119,7 @@ class Listener:
             raise
         for worker, answer in zip(workers, answers, strict=True):
             worker.status = answer.status
+            worker.holds_pause = answer.status.holds_pause
         return workers
 
     def close(self) -> None:
@@ -150,7 +162,11 @@ def ask_all(
 ) -> list[M]:
     """Send one message to all workers and gather one answer from each."""
     for worker in workers:
-        worker.channel.send(message, deadline, fd=fd)
+        try:
+            worker.channel.send(message, deadline, fd=fd)
+        except PeerLost:
+            lost([worker])  # it may have said why before it hung up
+            raise
     of = str(message.__struct_config__.tag)
     return gather(workers, answer, deadline, update_id=update_id, of=of)
 
@@ -182,7 +198,7 @@ def gather(
         for number, worker in list(waiting.items()):
             message = worker.channel.poll()
             while message is not None and number in waiting:
-                if _late(message, update_id, of):
+                if _late(message, answer, update_id, of):
                     pass
                 elif isinstance(message, Refused):
                     _refuse(worker, message)
@@ -193,7 +209,8 @@ def gather(
                     break
                 else:
                     raise ProtocolError(
-                        f"{worker.name} answered {type(message).__name__}, expected {answer.__name__}"
+                        f"{worker.name} answered {type(message).__name__}, "
+                        f"expected {answer.__name__}"
                     )
                 message = worker.channel.poll()
         if not waiting:
@@ -202,10 +219,13 @@ def gather(
         poller.poll(deadline.remaining(f"{answer.__name__} from {names}") * 1000)
 
 
-def _late(message: Message, update_id: str, of: str) -> bool:
+def _late(message: Message, answer: type[Message], update_id: str, of: str) -> bool:
     if getattr(message, "update_id", "") not in ("", update_id):
         return True
-    return isinstance(message, Ack) and message.of != of
+    if isinstance(message, Ack):
+        return message.of != of
+    # An update that failed is settled without waiting for what its workers still had to say.
+    return answer is Ack and isinstance(message, Applied | Digests)
 
 
 def _refuse(worker: Worker, message: Refused) -> None:
@@ -241,7 +261,9 @@ def _names(
     found: Mapping[tuple[str, int], Worker],
 ) -> str:
     missing = sorted(awaited - found.keys())
-    return ", ".join(f"{expected[token][0]}, worker {rank}" for token, rank in missing) + " to dial in"
+    return (
+        ", ".join(f"{expected[token][0]}, worker {rank}" for token, rank in missing) + " to dial in"
+    )
 
 
 def close_all(workers: Sequence[Worker]) -> None:

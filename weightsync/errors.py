@@ -1,6 +1,7 @@
 """The errors of weightsync, as a tree that a caller can catch at the right height.
 
-Every message says what was expected, what came, and what to do next; ``remedy`` holds the last part alone.
+Every message says what was expected, what came, and what to do next; ``remedy`` holds the last
+part alone.
 
     WeightSyncError
       ManifestError         names, dtypes or shapes that cannot describe a model
@@ -199,7 +200,8 @@ class UpdateAborted(UpdateError):
 
 
 class EnginePoisoned(UpdateError):
-    """An engine may hold a mixture of versions. It refuses to serve until a full update cures it."""
+    """An engine may hold a mixture of versions. It refuses to serve until a full update cures
+    it."""
 
 
 class Superseded(UpdateError):

@@ -1,4 +1,5 @@
-"""The manifest: ordered names, dtypes and shapes of all checkpoint tensors of one model. Pure data, no I/O."""
+"""The manifest: ordered names, dtypes and shapes of all checkpoint tensors of one model. Pure
+data, no I/O."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ DTYPE_BYTES = {
 
 MAX_NAME = 1024
 MAX_BYTES = 1 << 50
+"""Of one tensor and of all together; no side is longer, not even an empty tensor's."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -65,7 +67,7 @@ class Manifest:
 
     Raises:
         ManifestError: a name is empty, too long or used twice, a dtype is unknown, a side is
-            negative, or there is no tensor at all.
+            negative, there is no tensor at all, or there are more bytes than any machine has.
     """
 
     def __init__(self, tensors: Iterable[TensorSpec]) -> None:
@@ -85,6 +87,10 @@ class Manifest:
                     "stripped to the same name",
                 )
             seen.add(tensor.name)
+        # Offsets and sums are 64 bits wide; a manifest from outside must not make them wrap around.
+        total = sum(tensor.nbytes for tensor in self.tensors)
+        if total > MAX_BYTES:
+            raise ManifestError(f"{total} bytes in all exceed {MAX_BYTES}")
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -134,5 +140,5 @@ def _check(tensor: TensorSpec) -> None:
             f"{tensor.name!r} has dtype {tensor.dtype!r}; known are {', '.join(DTYPE_BYTES)}",
             remedy="declare a cast at the source (dtype=...)",
         )
-    if any(side < 0 for side in tensor.shape) or tensor.nbytes > MAX_BYTES:
+    if any(not 0 <= side <= MAX_BYTES for side in tensor.shape) or tensor.nbytes > MAX_BYTES:
         raise ManifestError(f"{tensor.name!r} has the impossible shape {tensor.shape}")

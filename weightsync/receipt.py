@@ -1,6 +1,7 @@
 """The record of one update: what was delivered, what was proven of it, and how long it took.
 
-Receipts form a chain: each carries the hash of the one before, so that a log of them cannot lose or swap an entry unnoticed.
+Receipts form a chain: each carries the hash of the one before, so that a log of them cannot lose
+    or swap an entry unnoticed.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Receipt(msgspec.Struct, frozen=True):
         version: that the engines report from now on.
         update_id: of this update.
         proven: the weakest level among all tensors.
-        levels: by level, the number of tensors and bytes proven at it; together they are the whole model.
+        levels: by level, the number of tensors and bytes proven at it; together they are the whole
+            model.
         nbytes: of all checkpoint tensors.
         manifest_hash: of names, dtypes and shapes, in order.
         digest: over all tensors' digests and this update's seed.

@@ -1,8 +1,9 @@
 """An engine worker's side of an update: talks to the sender, keeps the state, and calls the target.
 
-Two threads meet here. The receiver's own thread answers the sender: it maps the arena, digests it while the engine goes on
-generating, and notices when a sender dies. The engine's thread calls `prepare`, `apply` and `finish`, through whatever hook the
-engine has; these never raise and never wait for the sender, so that an engine's RPC cannot hang on us.
+Two threads meet here. The receiver's own thread answers the sender: it maps the arena, digests it
+while the engine goes on generating, and notices when a sender dies. The engine's thread calls
+`prepare`, `apply` and `finish`, through whatever hook the engine has; these never raise and never
+wait for the sender, so that an engine's RPC cannot hang on us.
 
 State and epoch live here, not in the sender, so that a new sender can take over from a dead one.
 """
@@ -112,7 +113,8 @@ class Receiver:
     # --- called by the engine's thread ------------------------------------------------------
 
     def join(self, path: str, session: str) -> None:
-        """Dial in at a sender's socket. Returns at once; failures are logged and missed by the sender."""
+        """Dial in at a sender's socket. Returns at once; failures are logged and missed by the
+        sender."""
         try:
             _Session(self, path, session).start()
         except (OSError, WeightSyncError) as error:
@@ -315,7 +317,7 @@ class Receiver:
     def _on_arm(self, session: _Session, message: Arm) -> Message:
         with self._lock:
             self._state.verify(message.update_id)
-            self._holds_pause = True
+            self._holds_pause = message.holds_pause
         return self._ack("arm", message.update_id)
 
     def _on_commit(self, session: _Session, message: Commit) -> Message:
@@ -368,7 +370,8 @@ class _Session:
             sock.close()
             raise
         self._send_lock = threading.Lock()
-        # Closed from other threads only through this pair: closing a polled socket would not wake its poller.
+        # Closed from other threads only through this pair: closing a polled socket would not wake
+        # its poller.
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="weightsync-receiver", daemon=True)
@@ -431,7 +434,8 @@ class _Session:
         while True:
             message = self.channel.poll()
             if message is None:
-                # Idle between updates: the wait ends with the next message, the sender's death, or `stop`.
+                # Idle between updates: the wait ends with the next message, the sender's death, or
+                # `stop`.
                 if any(fd == self._wake_read for fd, _ in poller.poll()):
                     return
                 continue

@@ -1,7 +1,8 @@
-"""Places on this machine that belong to this user alone, and that a killed process does not leave behind for good.
+"""Places on this machine that belong to this user alone, and that a killed process does not leave
+behind for good.
 
-Whatever is left lying is locked by the process that made it. A lock dies with its process, in whatever container: who can take it
-knows that nobody lives there any more.
+Whatever is left lying is locked by the process that made it. A lock dies with its process, in
+whatever container: who can take it knows that nobody lives there any more.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def runtime_directory() -> Path:
 
 
 class OwnedDirectory:
-    """A fresh directory ``<prefix>-<random>`` in the runtime directory, removed by `close` or after its process's death."""
+    """A fresh directory ``<prefix>-<random>`` in the runtime directory, removed by `close` or
+    after its process's death."""
 
     def __init__(self, prefix: str) -> None:
         base = runtime_directory()

@@ -1,7 +1,8 @@
 """The sender: stage, prove, then flip.
 
-``stage()`` fills the arena, lets every worker of every engine digest it, and compares; engines go on generating meanwhile.
-``commit()`` pauses each engine just long enough to apply what was proven. ``sync()`` does both.
+``stage()`` fills the arena, lets every worker of every engine digest it, and compares; engines go
+on generating meanwhile. ``commit()`` pauses each engine just long enough to apply what was proven.
+``sync()`` does both.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.commit import commit_engine
-from weightsync.engines.base import Engine, PauseMode
+from weightsync.commit import commit_engine, release_pause
 from weightsync.control import Listener, Worker, ask_all, close_all, gather, lost
 from weightsync.deadline import Deadline
 from weightsync.digest import derive_seeds
+from weightsync.engines.base import Engine, PauseMode
 from weightsync.errors import (
     DigestMismatch,
     EnginePoisoned,
@@ -87,14 +88,15 @@ class StagedUpdate:
 class WeightSender:
     """Delivers a trainer's weights to live engines.
 
-    Connects on first use, holds one arena of shared memory and one connection per worker, and reuses them. A sender that is
-    created for an engine that another sender holds takes it over and clears what that one left. Not thread-safe.
+    Connects on first use, holds one arena of shared memory and one connection per worker, and
+    reuses them. A sender that is created for an engine that another sender holds takes it over and
+    clears what that one left. Not thread-safe.
 
     Args:
         source: what the trainer has.
         engines: from `weightsync.engines` or `weightsync.engine`.
-        proof: what must be proven of every tensor before `sync` returns. ``"received"``: the bytes that each worker hands
-            to its engine's loader, digested by the worker in place.
+        proof: what must be proven of every tensor before `sync` returns. ``"received"``: the bytes
+            that each worker hands to its engine's loader, digested by the worker in place.
         deadline: seconds that one `stage` or one `commit` may take.
         on_receipt: called with each receipt, after the engines have resumed.
         on_progress: called with (bytes filled, bytes in all) while staging.
@@ -152,18 +154,18 @@ class WeightSender:
 
         Args:
             version: that the engines report afterwards.
-            pause: what happens to requests in flight: ``"keep"`` freezes them and goes on with the new weights, ``"wait"``
-                lets them end first, ``"abort"`` ends them.
+            pause: what happens to requests in flight: ``"keep"`` freezes them and goes on with the
+                new weights, ``"wait"`` lets them end first, ``"abort"`` ends them.
 
         Returns:
             The receipt.
 
         Raises:
             PlanRefused: source and engine do not fit; nothing moved.
-            SourceError, ConnectError, TransportError: something could not be read, reached or reserved.
-            ProofFailed, UpdateAborted: given up before anything was applied; the engines serve the old version.
-            EnginePoisoned: an engine failed while applying, and refuses to serve until the next full update.
-            Superseded: a newer sender has taken over.
+            SourceError, ConnectError, TransportError: something could not be read, reached or
+            reserved. ProofFailed, UpdateAborted: given up before anything was applied; the engines
+            serve the old version. EnginePoisoned: an engine failed while applying, and refuses to
+            serve until the next full update. Superseded: a newer sender has taken over.
         """
         return self.stage(version).commit(pause)
 
@@ -246,6 +248,7 @@ class WeightSender:
             engine.finish(None, deadline)
         if any(s.holds_pause for s in statuses) and not any(s.poisoned for s in statuses):
             engine.resume(deadline)
+            release_pause(self._of(engine), "", deadline)
             log.warning("%s was left paused by an earlier sender; resumed", engine.name)
 
     def _drop_session(self, error: BaseException | None) -> None:
@@ -277,7 +280,9 @@ class WeightSender:
             engine.prepare(deadline)
             workers = self._of(engine)
             answers = gather(workers, Described, deadline)
-            check_descriptions(engine.name, manifest, [(w.name, d) for w, d in zip(workers, answers, strict=True)])
+            check_descriptions(
+                engine.name, manifest, [(w.name, d) for w, d in zip(workers, answers, strict=True)]
+            )
         self._manifest = manifest
         return arena
 
@@ -364,7 +369,8 @@ class WeightSender:
         self._settle(staged.update_id, UpdateAborted(reason))
 
     def _settle(self, update_id: str, error: BaseException) -> None:
-        """Tell the workers that nothing comes of it; if they can't be told, hang up, which says the same."""
+        """Tell the workers that nothing comes of it; if they can't be told, hang up, which says
+        the same."""
         if isinstance(error, Superseded):
             self._drop_session(error)
             return
@@ -382,7 +388,8 @@ class WeightSender:
     def _each(self, action: Callable[[Engine], T]) -> list[T]:
         """Run an action for all engines at once; those of this process on this thread.
 
-        All are run to their end before the first error is raised, so that no engine is left half-way.
+        All are run to their end before the first error is raised, so that no engine is left
+        half-way.
         """
         remote = [engine for engine in self._engines if not engine.in_process]
         if len(self._engines) == 1 or not remote:
@@ -430,8 +437,8 @@ def _compare(
     for worker, proof in zip(workers, proofs, strict=True):
         if len(proof.digests) != expected.nbytes or proof.nbytes != manifest.total_bytes:
             raise UpdateAborted(
-                f"{worker.name} digested {proof.nbytes} bytes of {len(proof.digests) // 16} tensors, "
-                f"expected {manifest.total_bytes} bytes of {len(manifest)}"
+                f"{worker.name} digested {proof.nbytes} bytes of {len(proof.digests) // 16} "
+                f"tensors, expected {manifest.total_bytes} bytes of {len(manifest)}"
             )
         found = np.frombuffer(proof.digests, "<u8").reshape(-1, 2)
         for index in np.flatnonzero((found != expected).any(axis=1)).tolist():

@@ -1,8 +1,9 @@
 """The protocol that an engine adapter implements: what holds weights on one engine worker.
 
-A *target* holds weights and knows the engine; the *receiver* (`weightsync.receiver`) talks to the sender and knows the update.
-The receiver calls a target's verbs and never calls two of them at once, with one exception that each verb's docstring states:
-`verify` runs on the receiver's own thread while the engine goes on generating.
+A *target* holds weights and knows the engine; the *receiver* (`weightsync.receiver`) talks to the
+sender and knows the update. The receiver calls a target's verbs and never calls two of them at
+once, with one exception that each verb's docstring states: `verify` runs on the receiver's own
+thread while the engine goes on generating.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ __all__ = [
 ]
 
 Mode = Literal["staged", "streamed"]
-"""``staged``: nothing is touched before everything is there. ``streamed``: buckets are applied as they come."""
+"""``staged``: nothing is touched before everything is there. ``streamed``: buckets are applied as
+they come."""
 
 ProofLevel = Literal["served", "spot", "received", "canary", "off"]
-"""What a receipt can say of a tensor: what the model holds; a packed layout probed at random columns; what was handed to the
-engine's loader; trainer and engine agree on a prompt; nothing."""
+"""What a receipt can say of a tensor: what the model holds; a packed layout probed at random
+columns; what was handed to the engine's loader; trainer and engine agree on a prompt; nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class Description:
 
     Attributes:
         problems: why it cannot take it; empty when it can.
-        partial: boxes taken of tensors that this worker does not take whole, by position in the manifest. All other
-            tensors are taken whole.
+        partial: boxes taken of tensors that this worker does not take whole, by position in the
+            manifest. All other tensors are taken whole.
         served: positions of the tensors whose served bytes this target can digest after applying.
     """
 
@@ -67,15 +69,14 @@ class StagedWeights:
         mapping: private to this update; it lives as long as any tensor made from it.
     """
 
-    def __init__(
-        self, manifest: Manifest, offsets: NDArray[np.uint64], mapping: mmap.mmap
-    ) -> None:
+    def __init__(self, manifest: Manifest, offsets: NDArray[np.uint64], mapping: mmap.mmap) -> None:
         self.manifest = manifest
         self._offsets = offsets
         self._mapping = mapping
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` in manifest order; CPU tensors that view the staging memory, writable, never copied."""
+        """``(name, tensor)`` in manifest order; CPU tensors that view the staging memory,
+        writable, never copied."""
         offsets: list[int] = self._offsets.tolist()
         for spec, offset in zip(self.manifest.tensors, offsets, strict=True):
             dtype = torch_dtype(spec.dtype)
@@ -152,14 +153,16 @@ class Target(Protocol):
         ...
 
     def restore(self) -> None:
-        """After a failed `apply`: bring the engine into a state where it can neither crash nor refuse a later `apply`.
+        """After a failed `apply`: bring the engine into a state where it can neither crash nor
+        refuse a later `apply`.
 
         The weights may still be a mixture. Called on the engine's thread.
         """
         ...
 
     def served(self, manifest: Manifest, seeds: NDArray[np.uint64]) -> Served:
-        """Digest what the model holds now, as far as `describe` promised. Called on the engine's thread."""
+        """Digest what the model holds now, as far as `describe` promised. Called on the engine's
+        thread."""
         ...
 
     def refuse(self, reason: str) -> None:

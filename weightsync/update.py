@@ -4,8 +4,9 @@
                  \\          \\          \\           \\
                   +----------+----------+-> aborted   +-> poisoned
 
-``aborted`` means that the old weights are intact; ``poisoned`` that a worker may hold a mixture. Poison stays through later
-updates until one is committed: an update that is aborted on a poisoned worker leaves it poisoned.
+``aborted`` means that the old weights are intact; ``poisoned`` that a worker may hold a mixture.
+Poison stays through later updates until one is committed: an update that is aborted on a poisoned
+worker leaves it poisoned.
 """
 
 from __future__ import annotations
@@ -110,11 +111,11 @@ class UpdateState:
             UpdateRefused: another update, or another phase.
         """
         if self.update_id != update_id:
-            raise UpdateRefused(f"update {update_id} is unknown here; the last one is {self.update_id}")
-        if self.phase is not phase:
             raise UpdateRefused(
-                f"update {update_id} is {self.phase.value}, expected {phase.value}"
+                f"update {update_id} is unknown here; the last one is {self.update_id}"
             )
+        if self.phase is not phase:
+            raise UpdateRefused(f"update {update_id} is {self.phase.value}, expected {phase.value}")
 
     def _advance(self, update_id: str, to: Phase) -> None:
         self.expect(update_id, _NEXT[to])

@@ -1,8 +1,9 @@
 """Messages between a sender and the workers of one host, and how they travel.
 
-A frame is a little-endian u32 length and that many bytes of MessagePack, decoded against a closed set of typed structs
-(msgspec): no pickle, no code, nothing that is not declared here. Sockets are Unix stream sockets in a directory of mode
-0700, both ends check each other's user by ``SO_PEERCRED``, and file descriptors travel by ``SCM_RIGHTS``.
+A frame is a little-endian u32 length and that many bytes of MessagePack, decoded against a closed
+set of typed structs (msgspec): no pickle, no code, nothing that is not declared here. Sockets are
+Unix stream sockets in a directory of mode 0700, both ends check each other's user by
+``SO_PEERCRED``, and file descriptors travel by ``SCM_RIGHTS``.
 """
 
 from __future__ import annotations
@@ -179,9 +180,14 @@ class Digests(Message, frozen=True, tag="digests"):
 
 
 class Arm(Message, frozen=True, tag="arm"):
-    """Sender to worker: all have voted, the next apply with this id is allowed."""
+    """Sender to worker: all have voted, the next apply with this id is allowed.
+
+    Attributes:
+        holds_pause: the sender is about to pause the engine; whoever comes after it must resume it.
+    """
 
     update_id: str
+    holds_pause: bool
 
 
 class Applied(Message, frozen=True, tag="applied"):
@@ -274,7 +280,9 @@ def check_peer(sock: socket.socket) -> int:
         ProtocolError: it belongs to somebody else.
     """
     size = struct.calcsize("3i")
-    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    pid, uid, _gid = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
     if uid != os.geteuid():
         raise ProtocolError(
             f"process {pid} of user {uid} is at the other end, expected user {os.geteuid()}",
@@ -366,7 +374,9 @@ class Channel:
             return None
         (length,) = _HEADER.unpack_from(self._received)
         if length > MAX_FRAME:
-            raise ProtocolError(f"{self.peer} announced a frame of {length} bytes, allowed {MAX_FRAME}")
+            raise ProtocolError(
+                f"{self.peer} announced a frame of {length} bytes, allowed {MAX_FRAME}"
+            )
         end = _HEADER.size + length
         if len(self._received) < end:
             return None
@@ -375,14 +385,18 @@ class Channel:
         try:
             message: Message = _DECODER.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"{self.peer} sent something that is no message: {error}") from error
+            raise ProtocolError(
+                f"{self.peer} sent something that is no message: {error}"
+            ) from error
         return message
 
     def _read(self) -> bool:
         """Read what is here; False if nothing is."""
         try:
             data, ancillary, flags, _ = self._sock.recvmsg(
-                1 << 18, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+                1 << 18,
+                socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize),
+                socket.MSG_CMSG_CLOEXEC,
             )
         except BlockingIOError:
             return False

@@ -7,8 +7,10 @@ vLLM's calls mean here:
     update   apply the update that was staged, proven and armed before
     finish   nothing that could fail
 
-None of them raises: at tensor parallelism above one, an exception on one rank would leave the other ranks' replies in vLLM's
-queue, and every later call would get an earlier one's answer. Results travel on the receiver's own socket.
+None of them raises: at tensor parallelism above one, an exception on one rank would leave the
+    other ranks' replies in vLLM's
+queue, and every later call would get an earlier one's answer. Results travel on the receiver's own
+socket.
 """
 
 from __future__ import annotations

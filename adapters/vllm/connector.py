@@ -1,4 +1,5 @@
-"""The trainer's side of vLLM: a live server by URL, or an ``LLM`` object of this process. Imports nothing of vLLM."""
+"""The trainer's side of vLLM: a live server by URL, or an ``LLM`` object of this process. Imports
+nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from weightsync.engines.base import PauseMode
 from weightsync.deadline import Deadline
+from weightsync.engines.base import PauseMode
 from weightsync.errors import ConnectError, DeadlineExceeded
 
 __all__ = ["VllmObject", "VllmServer", "connect_http", "wrap_object"]
@@ -25,7 +26,8 @@ class VllmServer:
         name: for messages; the URL by default.
 
     Raises:
-        ConnectError: nobody answers there, or the server lacks a flag; says the exact command that would work.
+        ConnectError: nobody answers there, or the server lacks a flag; says the exact command that
+            would work.
     """
 
     in_process = False
@@ -53,7 +55,8 @@ class VllmServer:
         return bool(self._get("/is_paused", deadline).get("is_paused"))
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        # Caches are reset after the update, once, and checked; what vLLM would clear here is filled again by then.
+        # Caches are reset after the update, once, and checked; what vLLM would clear here is
+        # filled again by then.
         self._post(f"/pause?mode={mode}&clear_cache=false", deadline)
 
     def resume(self, deadline: Deadline) -> None:
@@ -67,7 +70,8 @@ class VllmServer:
         self._post("/update_weights", deadline, {"update_info": {"update_id": update_id}})
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
-        # Without an open session vLLM raises on every rank, which at tensor parallelism above one spoils its reply queue.
+        # Without an open session vLLM raises on every rank, which at tensor parallelism above one
+        # spoils its reply queue.
         if self._session_open:
             self._session_open = False
             body = {} if version is None else {"weight_version": version}
@@ -152,7 +156,8 @@ class VllmServer:
             ) from error
         if answer.status_code >= 400:
             raise ConnectError(
-                f"{self.name} answered {answer.status_code} to {method} {path}: {answer.text[:2000]}",
+                f"{self.name} answered {answer.status_code} to {method} {path}: "
+                f"{answer.text[:2000]}",
                 remedy="see the server's log",
             )
         try:
@@ -165,8 +170,8 @@ class VllmServer:
 class VllmObject:
     """A ``vllm.LLM`` of this process. See `weightsync.engines.base.Engine`.
 
-    ``LLM`` steps only while its owner calls it, on the owner's thread: nothing can be in flight while a sender works, so
-    there is nothing to pause.
+    ``LLM`` steps only while its owner calls it, on the owner's thread: nothing can be in flight
+    while a sender works, so there is nothing to pause.
     """
 
     in_process = True
@@ -178,7 +183,8 @@ class VllmObject:
         if config is None or config.backend != "weightsync":
             found = None if config is None else config.backend
             raise ConnectError(
-                f"this LLM was created with weight-transfer backend {found!r}, expected 'weightsync'",
+                f"this LLM was created with weight-transfer backend {found!r}, expected "
+                "'weightsync'",
                 remedy="create it so: LLM(..., weight_transfer_config={'backend': 'weightsync'})",
             )
         self.workers = int(llm.get_world_size())
@@ -234,6 +240,8 @@ def connect_http(url: str, **options: Any) -> VllmServer:
 
 def wrap_object(obj: Any, **options: Any) -> VllmObject | None:
     """An ``LLM``, or None for anything else."""
-    if any(f"{k.__module__}.{k.__qualname__}" == "vllm.entrypoints.llm.LLM" for k in type(obj).__mro__):
+    if any(
+        f"{k.__module__}.{k.__qualname__}" == "vllm.entrypoints.llm.LLM" for k in type(obj).__mro__
+    ):
         return VllmObject(obj, **options)
     return None

@@ -1,10 +1,12 @@
 """Refuses requests at admission while a worker of the engine is poisoned.
 
-vLLM calls ``validate_params`` of every installed logits processor for each request, in the process that admits it: an error there
-reaches a caller of ``LLM.generate`` as it is, an HTTP client as status 400, and leaves the engine untouched. Workers live in
-other processes, so a poisoned one leaves a mark: a locked directory in the runtime directory, named after the engine.
+vLLM calls ``validate_params`` of every installed logits processor for each request, in the process
+that admits it: an error there reaches a caller of ``LLM.generate`` as it is, an HTTP client as
+status 400, and leaves the engine untouched. Workers live in other processes, so a poisoned one
+leaves a mark: a locked directory in the runtime directory, named after the engine.
 
-This module is imported by every vLLM on the machine, where an import error would be fatal: it tolerates any vLLM.
+This module is imported by every vLLM on the machine, where an import error would be fatal: it
+tolerates any vLLM.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def _bases() -> tuple[type, ...]:
         "vllm.v1.worker.gpu.sample.logits_processor.interface",
     ):
         try:
-            base = getattr(__import__(module, fromlist=["LogitsProcessor"]), "LogitsProcessor", None)
+            base = getattr(
+                __import__(module, fromlist=["LogitsProcessor"]), "LogitsProcessor", None
+            )
         except Exception as error:
             log.debug("this vLLM has no %s: %s", module, error)
             continue
@@ -92,8 +96,8 @@ class AdmissionGuard(*_bases()):  # type: ignore[misc]
             return
         if reason is not None:
             raise ValueError(
-                "weightsync: this engine may hold a mixture of weight versions and serves nothing until "
-                f"a full update cures it. {reason}"
+                "weightsync: this engine may hold a mixture of weight versions and serves nothing "
+                f"until a full update cures it. {reason}"
             )
 
     def __init__(self, *_: Any) -> None:

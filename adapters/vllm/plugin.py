@@ -1,10 +1,12 @@
-"""Entry point of the group ``vllm.general_plugins``: runs in every process of every vLLM on the machine, maybe twice.
+"""Entry point of the group ``vllm.general_plugins``: runs in every process of every vLLM on the
+machine, maybe twice.
 
 A fault of ours must not stop a stranger's engine: nothing heavy is imported, and nothing is raised.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -14,7 +16,8 @@ __all__ = ["BACKEND", "ENGINE_ID", "register"]
 
 BACKEND = "weightsync"
 ENGINE_ID = "WEIGHTSYNC_ENGINE_ID"
-"""Set in an engine's front end before its workers are started, so that they inherit it: the guard's name for the engine."""
+"""Set in an engine's front end before its workers are started, so that they inherit it: the
+guard's name for the engine."""
 
 log = logging.getLogger("weightsync.vllm")
 
@@ -25,17 +28,16 @@ def register() -> None:
         _name_engine()
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-        try:
+        with contextlib.suppress(ValueError):  # plugins are loaded more than once
             WeightTransferEngineFactory.register_engine(
                 BACKEND, "weightsync.adapters.vllm.backend", "WeightSyncBackend"
             )
-        except ValueError:
-            pass  # plugins are loaded more than once
     except Exception:
         log.exception("weightsync is not available in this vLLM")
 
 
 def _name_engine() -> None:
-    """A process that nobody spawned as a worker is a front end, whatever it inherited from its parent."""
+    """A process that nobody spawned as a worker is a front end, whatever it inherited from its
+    parent."""
     if ENGINE_ID not in os.environ or multiprocessing.parent_process() is None:
         os.environ[ENGINE_ID] = f"{os.getpid()}.{secrets.token_hex(6)}"

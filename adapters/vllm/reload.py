@@ -1,8 +1,10 @@
-"""Whole checkpoint tensors into a live vLLM model, through vLLM's own layerwise reload. Touches private names of vLLM.
+"""Whole checkpoint tensors into a live vLLM model, through vLLM's own layerwise reload. Touches
+private names of vLLM.
 
-Layerwise reload puts meta tensors in place, buffers what the loader is given until a layer is whole, post-processes it as at start, and
-copies the result into the old storage. On the CPU engine two kinds of layer are left out of that and keep serving what they
-packed before, without an error; they are packed again afterwards (measured on vLLM 0.23, 0.26 and 0.32).
+Layerwise reload puts meta tensors in place, buffers what the loader is given until a layer is
+whole, post-processes it as at start, and copies the result into the old storage. On the CPU engine
+two kinds of layer are left out of that and keep serving what they packed before, without an error;
+they are packed again afterwards (measured on vLLM 0.23, 0.26 and 0.32).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def reload_whole(
     Args:
         model: the worker's.
         model_config: vLLM's, for layers that are processed last.
-        tensors: must stay valid until this returns; layerwise reload keeps views of them until a layer is whole.
+        tensors: must stay valid until this returns; layerwise reload keeps views of them until a
+            layer is whole.
 
     Returns:
         Seconds, all of them the engine's own.
@@ -49,9 +52,11 @@ def reload_whole(
 
 
 def undo(model: torch.nn.Module) -> int:
-    """After a failed `reload_whole`: put real tensors back where meta tensors stand, so that nothing can crash on them.
+    """After a failed `reload_whole`: put real tensors back where meta tensors stand, so that
+    nothing can crash on them.
 
-    Layers that were finished hold new weights already: the model is a mixture until a later reload succeeds.
+    Layers that were finished hold new weights already: the model is a mixture until a later reload
+    succeeds.
 
     Returns:
         Number of layers that were put back.
@@ -80,5 +85,6 @@ def _pack_again(model: torch.nn.Module) -> None:
             # Experts are packed by the kernel that runs them, which layerwise reload does not know.
             kernel.fused_experts.process_weights_after_loading(layer)
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
-            # A tied head computes logits from a packed copy of the embedding that was made at start.
+            # A tied head computes logits from a packed copy of the embedding that was made at
+            # start.
             method.process_weights_after_loading(layer)

@@ -59,7 +59,8 @@ class VllmTarget:
         reload.undo(self._model)
 
     def served(self, manifest: Manifest, seeds: NDArray[np.uint64]) -> Served:
-        """Nothing: the CPU engine's linear layers hold packed copies. What was handed to its loader is proven instead."""
+        """Nothing: the CPU engine's linear layers hold packed copies. What was handed to its
+        loader is proven instead."""
         return Served()
 
     def refuse(self, reason: str) -> None:

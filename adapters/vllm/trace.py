@@ -1,4 +1,5 @@
-"""What a vLLM worker's model takes: a twin of it on the meta device, and its own loader traced. Touches private names of vLLM."""
+"""What a vLLM worker's model takes: a twin of it on the meta device, and its own loader traced.
+Touches private names of vLLM."""
 
 from __future__ import annotations
 
@@ -18,18 +19,25 @@ __all__ = ["describe", "meta_twin"]
 def meta_twin(vllm_config: Any) -> torch.nn.Module:
     """A second model of the same class, configuration and rank, without storage.
 
-    Layers register themselves by name in the configuration when they are built; the twin gets a copy of it in which nothing
-    is registered, so that the live model's entries stay.
+    Layers register themselves by name in the configuration when they are built; the twin gets a
+    copy of it in which nothing is registered, so that the live model's entries stay.
     """
     from vllm.model_executor.model_loader.utils import initialize_model
 
     config = _own_config(vllm_config)
-    with torch.device("meta"):
-        return initialize_model(vllm_config=config)
+    before = torch.get_default_dtype()
+    # As vLLM's own loader does: layers take the default dtype unless they say otherwise.
+    torch.set_default_dtype(config.model_config.dtype)
+    try:
+        with torch.device("meta"):
+            return initialize_model(vllm_config=config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def describe(vllm_config: Any, manifest: Manifest) -> Description:
-    """Trace the loader of this worker's model over a manifest. Called on the engine's thread: vLLM's current config is global."""
+    """Trace the loader of this worker's model over a manifest. Called on the engine's thread:
+    vLLM's current config is global."""
     from vllm.config import set_current_vllm_config
 
     twin = meta_twin(vllm_config)

@@ -1,5 +1,6 @@
 """Test models: whole or absent on disk, the same every time, and fit to compare engines with."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -52,7 +53,7 @@ def build(cache: Path) -> Build:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in checkpoint.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -214,7 +215,7 @@ def test_mixtral_experts_have_their_names_on_disk(build: Build) -> None:
 
 
 def test_large_checkpoints_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_shards = models.dataclasses.replace(MODELS["qwen2"], max_shard_size="300KB")
+    small_shards = dataclasses.replace(MODELS["qwen2"], max_shard_size="300KB")
     monkeypatch.setitem(MODELS, "sharded", small_shards)
     checkpoint = build_checkpoint("sharded", cache_dir=tmp_path)
     assert len(list(checkpoint.glob("*.safetensors"))) >= 4

@@ -1,8 +1,8 @@
 """Engines by URL scheme, and by object.
 
-An adapter registers its connectors under the entry-point groups ``weightsync.engines`` (by URL scheme:
-``callable(url, **options) -> Engine``) and ``weightsync.engine_objects`` (by name: ``callable(object, **options) -> Engine | None``,
-None for an object that is not its own).
+An adapter registers its connectors under the entry-point groups ``weightsync.engines`` (by URL
+scheme: ``callable(url, **options) -> Engine``) and ``weightsync.engine_objects`` (by name:
+``callable(object, **options) -> Engine | None``, None for an object that is not its own).
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ def connect(url: str, **options: Any) -> Engine:
         options: passed to the scheme's connector.
 
     Raises:
-        ConnectError: unknown scheme, nobody answers, or the engine lacks something; says the command that would work.
+        ConnectError: unknown scheme, nobody answers, or the engine lacks something; says the
+            command that would work.
     """
     scheme = url.partition("://")[0]
     known = {point.name: point for point in entry_points(group=_SCHEMES)}
     if scheme not in known or "://" not in url:
+        schemes = ", ".join(f"{name}://" for name in sorted(known)) or "none"
         raise ConnectError(
-            f"cannot connect to {url!r}: known are {', '.join(f'{s}://' for s in sorted(known)) or 'none'}",
+            f"cannot connect to {url!r}: known are {schemes}",
             remedy="write the engine's kind in front, as in vllm+http://127.0.0.1:8000",
         )
     connector = known[scheme].load()
@@ -53,7 +55,8 @@ def engine(obj: Any, **options: Any) -> Engine:
         if found is not None:
             return found
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
+    known = ", ".join(sorted(point.name for point in points)) or "none"
     raise ConnectError(
-        f"no adapter knows a {kind}; adapters: {', '.join(sorted(p.name for p in points)) or 'none'}",
+        f"no adapter knows a {kind}; adapters: {known}",
         remedy="pass the engine object itself, as in ws.engine(LLM(...))",
     )

@@ -1,6 +1,8 @@
-"""The protocol of an engine as the sender sees it: a handful of calls, none of which carries weights.
+"""The protocol of an engine as the sender sees it: a handful of calls, none of which carries
+weights.
 
-No call may wait for something that the calling thread must still send: whatever a worker needs to answer has reached it before.
+No call may wait for something that the calling thread must still send: whatever a worker needs to
+answer has reached it before.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from weightsync.deadline import Deadline
 __all__ = ["Engine", "PauseMode"]
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What a pause does with requests in flight: freeze them and go on with the new weights (their KV cache is recomputed), let
-them end first, or end them at once."""
+"""What a pause does with requests in flight: freeze them and go on with the new weights (their KV
+cache is recomputed), let them end first, or end them at once."""
 
 
 class Engine(Protocol):
@@ -34,7 +36,8 @@ class Engine(Protocol):
         ...
 
     def prepare(self, deadline: Deadline) -> None:
-        """Let every worker look at the layout that waits. Changes nothing; generation may pause for its length."""
+        """Let every worker look at the layout that waits. Changes nothing; generation may pause
+        for its length."""
         ...
 
     def is_paused(self, deadline: Deadline) -> bool: ...
@@ -48,19 +51,23 @@ class Engine(Protocol):
         ...
 
     def apply(self, update_id: str, deadline: Deadline) -> None:
-        """Let every worker apply the armed update. Workers report on their own sockets, not here."""
+        """Let every worker apply the armed update. Workers report on their own sockets, not
+        here."""
         ...
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
-        """Close the engine's own update session; the engine reports ``version`` from now on unless it is None."""
+        """Close the engine's own update session; the engine reports ``version`` from now on unless
+        it is None."""
         ...
 
     def adopt_session(self) -> None:
-        """An earlier sender left the engine's own update session open; the next `finish` closes it."""
+        """An earlier sender left the engine's own update session open; the next `finish` closes
+        it."""
         ...
 
     def reset_caches(self, deadline: Deadline, *, recompute: bool) -> None:
-        """Forget everything that was computed with other weights, and make sure that it is forgotten.
+        """Forget everything that was computed with other weights, and make sure that it is
+        forgotten.
 
         Args:
             recompute: requests are frozen in flight; recompute what they hold.

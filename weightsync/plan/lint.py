@@ -1,4 +1,5 @@
-"""What is wrong with a trace: tensors that the engine does not know, parameters that would stay what they were, casts, shapes."""
+"""What is wrong with a trace: tensors that the engine does not know, parameters that would stay
+what they were, casts, shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def lint(
     Args:
         trace: of ``manifest`` through the engine's loader.
         parameters: of the twin, by every name, aliases included; only shapes and dtypes are read.
-        packed: the engine's own ``{fused module: [checkpoint modules]}``, to name what is missing; may be empty.
+        packed: the engine's own ``{fused module: [checkpoint modules]}``, to name what is missing;
+            may be empty.
 
     Returns:
         Problems, and the boxes of tensors that this worker takes only a part of.
@@ -112,7 +114,7 @@ def _uncovered(
         boxes = [copy.destination.box for copy in copies]
         known = [box for box in boxes if box is not None]
         if len(known) < len(boxes):
-            continue  # a destination that is no box cannot be judged; the digest of what is served will
+            continue  # what is no box cannot be judged here
         if tiles_exactly([*known, *(box for box in fills[name] if box.numel)], parameter.shape):
             continue
         written = sum(box.numel for box in known) + sum(box.numel for box in fills[name])

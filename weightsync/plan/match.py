@@ -22,7 +22,8 @@ def check_descriptions(
         descriptions: worker's name and what it said, for all workers of one engine.
 
     Raises:
-        PlanRefused: a worker reported a problem, or all workers together leave a part of a tensor untaken.
+        PlanRefused: a worker reported a problem, or all workers together leave a part of a tensor
+            untaken.
     """
     by_problem: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, described in descriptions:
@@ -41,7 +42,8 @@ def check_descriptions(
 def _untaken(manifest: Manifest, descriptions: Sequence[Described]) -> list[Problem]:
     """Tensors that are longer than what all workers together take of them.
 
-    Loaders narrow what they are given; one that is given too much takes a part of it and says nothing.
+    Loaders narrow what they are given; one that is given too much takes a part of it and says
+    nothing.
     """
     boxes: dict[int, set[Box]] = defaultdict(set)
     takers: dict[int, int] = defaultdict(int)
@@ -61,8 +63,8 @@ def _untaken(manifest: Manifest, descriptions: Sequence[Described]) -> list[Prob
                 Problem(
                     "shape",
                     spec.name,
-                    f"has shape {list(spec.shape)}, of which the engine takes {taken} of {spec.numel} "
-                    "elements and would leave the rest",
+                    f"has shape {list(spec.shape)}, of which the engine takes {taken} of "
+                    f"{spec.numel} elements and would leave the rest",
                 )
             )
     return problems
@@ -72,9 +74,9 @@ def _remedy(problems: Sequence[Problem]) -> str:
     kinds = {problem.kind for problem in problems}
     advice = []
     if "dtype" in kinds:
-        advice.append(
-            "declare the cast at the source, as in ModuleSource(model, dtype=torch.bfloat16)"
-        )
+        wanted = {p.detail.rpartition(" ")[2] for p in problems if p.kind == "dtype"}
+        dtype = wanted.pop() if len(wanted) == 1 else "{pattern: dtype, ...}"
+        advice.append(f"declare the cast at the source, as in ModuleSource(model, dtype={dtype})")
     if kinds & {"unknown", "missing", "shape"}:
         advice.append(
             "send the tensors of the checkpoint that this engine was started with, all of them and "

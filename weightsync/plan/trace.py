@@ -1,7 +1,10 @@
-"""Run an engine's own loader on tensors without storage, and write down which bytes it would have copied where.
+"""Run an engine's own loader on tensors without storage, and write down which bytes it would have
+copied where.
 
-No name maps per model: slicing for tensor parallelism, fused and stacked parameters all fall out of the engine's loader. The model
-is a *twin* of the engine's on the ``meta`` device, so nothing is allocated and the live model is not touched.
+No name maps per model: slicing for tensor parallelism, fused and stacked parameters all fall out
+    of the engine's loader. The model
+is a *twin* of the engine's on the ``meta`` device, so nothing is allocated and the live model is
+not touched.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ def trace_loader(twin: torch.nn.Module, load: Loader, manifest: Manifest) -> Tra
         manifest: tensors to feed, in order.
 
     Returns:
-        The trace. A tensor that the loader raises on is recorded as failed, and the others are traced nevertheless.
+        The trace. A tensor that the loader raises on is recorded as failed, and the others are
+        traced nevertheless.
     """
     trace = Trace()
     destinations: dict[int, tuple[str, torch.Size]] = {}
@@ -136,7 +140,8 @@ class _Feed:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes copies and fills down instead of doing them. Meta tensors have no storage, so nothing is lost."""
+    """Writes copies and fills down instead of doing them. Meta tensors have no storage, so nothing
+    is lost."""
 
     def __init__(
         self,
@@ -145,7 +150,7 @@ class _Recorder(TorchDispatchMode):
         destinations: Mapping[int, tuple[str, torch.Size]],
         shapes: Sequence[torch.Size],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._index_of = index_of
         self._destinations = destinations
@@ -203,7 +208,7 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _storage(tensor: torch.Tensor) -> int:
     """Identity of a storage; meta tensors have no address."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _region(view: torch.Tensor, whole: torch.Size) -> Region:

@@ -18,7 +18,8 @@ __all__ = ["Pieces", "Source", "fill"]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Parts of checkpoint tensors in this process's memory, ready to be copied. All arrays have shape (k,).
+    """Parts of checkpoint tensors in this process's memory, ready to be copied. All arrays have
+    shape (k,).
 
     Attributes:
         index: of the tensor in the manifest, int64.
@@ -37,8 +38,10 @@ class Source(Protocol):
     """What a trainer has.
 
     Attributes:
-        casts: ``{name: "float32 -> bfloat16"}`` of the last manifest; declared by the user, named in the receipt.
-        aliases: ``{name: name}`` of tensors that are not sent because they are the same memory as another.
+        casts: ``{name: "float32 -> bfloat16"}`` of the last manifest; declared by the user, named
+            in the receipt.
+        aliases: ``{name: name}`` of tensors that are not sent because they are the same memory as
+            another.
     """
 
     casts: Mapping[str, str]
@@ -76,7 +79,8 @@ def fill(
         Digests of the source's bytes, shape (n, 2), uint64.
 
     Raises:
-        SourceError: the pieces are not exactly the manifest's bytes; found before a piece is copied out of bounds.
+        SourceError: the pieces are not exactly the manifest's bytes; found before a piece is
+            copied out of bounds.
     """
     count, whole = len(manifest), manifest.nbytes
     digests = np.zeros((count, 2), np.uint64)

@@ -1,7 +1,8 @@
 """Sources in this process's memory: a torch module, or a state dict.
 
-Contiguous CPU tensors of the wire's dtype are read in place. Others (a declared cast, a transposed view, another device) are
-brought into a small buffer, one bounded piece at a time; the trainer's own memory is only ever read.
+Contiguous CPU tensors of the wire's dtype are read in place. Others (a declared cast, a transposed
+view, another device) are brought into a small buffer, one bounded piece at a time; the trainer's
+own memory is only ever read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from weightsync.sources.names import clean_name
 __all__ = ["CastRule", "ModuleSource", "StateDictSource", "wire_dtype"]
 
 CastRule = torch.dtype | Mapping[str, torch.dtype] | None
-"""Declared casts: one dtype for all floating-point tensors, or one per name pattern (`fnmatch`; first match counts)."""
+"""Declared casts: one dtype for all floating-point tensors, or one per name pattern (`fnmatch`;
+first match counts)."""
 
 PIECE_BYTES: Final = 16 << 20
 """Bytes of the buffer that tensors which can't be read in place go through."""
@@ -34,7 +36,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def wire_dtype(name: str, dtype: torch.dtype, rule: CastRule) -> torch.dtype:
-    """The dtype in which a tensor is sent. Integer and boolean tensors are never cast by a single dtype."""
+    """The dtype in which a tensor is sent. Integer and boolean tensors are never cast by a single
+    dtype."""
     if rule is None:
         return dtype
     if isinstance(rule, torch.dtype):
@@ -43,9 +46,11 @@ def wire_dtype(name: str, dtype: torch.dtype, rule: CastRule) -> torch.dtype:
 
 
 class StateDictSource:
-    """A mapping of names to tensors, such as ``model.state_dict()``. Tensors are read when an update is staged.
+    """A mapping of names to tensors, such as ``model.state_dict()``. Tensors are read when an
+    update is staged.
 
-    Tensors that are one and the same memory (tied weights) are sent once, under the first of their names.
+    Tensors that are one and the same memory (tied weights) are sent once, under the first of their
+    names.
 
     Args:
         tensors: read anew on each update, so that replaced tensors count.
@@ -69,7 +74,8 @@ class StateDictSource:
         return self._mapping.items()
 
     def manifest(self) -> Manifest:
-        """See `weightsync.sources.base.Source`. Cached as long as names, tensors and addresses stay what they were."""
+        """See `weightsync.sources.base.Source`. Cached as long as names, tensors and addresses
+        stay what they were."""
         names, tensors = [], []
         for name, tensor in self._named():
             names.append(name)
@@ -113,7 +119,8 @@ class StateDictSource:
     def pieces(self) -> Iterator[Pieces]:
         """See `weightsync.sources.base.Source`."""
         manifest = self.manifest()
-        direct, indirect = [], []
+        direct: list[int] = []
+        indirect: list[int] = []
         for index, (spec, tensor) in enumerate(zip(manifest.tensors, self._tensors, strict=True)):
             in_place = (
                 tensor.device.type == "cpu"
@@ -132,7 +139,8 @@ class StateDictSource:
 
 
 class ModuleSource(StateDictSource):
-    """All parameters and persistent buffers of a module, wrappers' prefixes stripped in any nesting.
+    """All parameters and persistent buffers of a module, wrappers' prefixes stripped in any
+    nesting.
 
     Args:
         module: read anew on each update; never changed.
@@ -148,7 +156,8 @@ class ModuleSource(StateDictSource):
 
 
 def converted_pieces(index: int, tensor: torch.Tensor, dtype: str) -> Iterator[Pieces]:
-    """A tensor in another dtype, layout or place, as contiguous host pieces of at most `PIECE_BYTES` (one row at least)."""
+    """A tensor in another dtype, layout or place, as contiguous host pieces of at most
+    `PIECE_BYTES` (one row at least)."""
     to = getattr(torch, dtype)
     itemsize = DTYPE_BYTES[dtype]
     source = tensor.detach()
@@ -160,9 +169,7 @@ def converted_pieces(index: int, tensor: torch.Tensor, dtype: str) -> Iterator[P
         piece = rows[first : first + step].resolve_conj().resolve_neg()
         host = piece.to(device="cpu", dtype=to, copy=True, memory_format=torch.contiguous_format)
         nbytes = host.numel() * itemsize
-        yield Pieces(
-            np.array([index], np.int64), _one(start), _one(nbytes), _one(host.data_ptr())
-        )
+        yield Pieces(np.array([index], np.int64), _one(start), _one(nbytes), _one(host.data_ptr()))
         start += nbytes
 
 

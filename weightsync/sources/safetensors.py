@@ -1,12 +1,15 @@
-"""A checkpoint directory as a source: one safetensors file, or several with an index. Read by mmap, never all in memory.
+"""A checkpoint directory as a source: one safetensors file, or several with an index. Read by
+mmap, never all in memory.
 
-The format is read here rather than through the safetensors package because the bytes go straight from the page cache into the
-arena: 8 bytes little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}``, then the data (the format's
-specification, safetensors 0.8). Everything that the header claims is checked against the file before it is believed.
+The format is read here rather than through the safetensors package because the bytes go straight
+from the page cache into the arena: 8 bytes little-endian header length, a JSON header ``{name:
+{dtype, shape, data_offsets}}``, then the data (the format's specification, safetensors 0.8).
+Everything that the header claims is checked against the file before it is believed.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Iterator
@@ -78,7 +81,8 @@ class SafetensorsSource:
         dtype: declared casts; nothing is cast otherwise.
 
     Raises:
-        SourceError: the path, the index or a header is not what the format says; names the file and the tensor.
+        SourceError: the path, the index or a header is not what the format says; names the file
+            and the tensor.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, dtype: CastRule = None) -> None:
@@ -100,7 +104,8 @@ class SafetensorsSource:
         return self._manifest
 
     def pieces(self) -> Iterator[Pieces]:
-        """See `weightsync.sources.base.Source`. At most `BATCH_BYTES` of a file are resident at a time."""
+        """See `weightsync.sources.base.Source`. At most `BATCH_BYTES` of a file are resident at a
+        time."""
         by_file: dict[Path, list[int]] = {}
         for index, stored in enumerate(self._stored):
             by_file.setdefault(stored.file, []).append(index)
@@ -111,9 +116,11 @@ class SafetensorsSource:
                     stored = self._stored[index]
                     if stored.offset + stored.spec.nbytes > size:
                         raise SourceError(
-                            f"{file} has become shorter while it was read: {stored.spec.name!r} is cut off"
+                            f"{file} has become shorter while it was read: "
+                            f"{stored.spec.name!r} is cut off"
                         )
-                # Private and writable only because torch wants writable buffers; nothing is ever written.
+                # Private and writable only because torch wants writable buffers; nothing is ever
+                # written.
                 mapping = mmap.mmap(
                     handle.fileno(),
                     size,
@@ -165,7 +172,8 @@ def _pieces(batch: list[tuple[int, int, int, int]]) -> Pieces:
 
 
 def _release(mapping: mmap.mmap, low: int, high: int) -> int:
-    """Unmap the whole pages of ``low..high`` from this process; the next page that is still needed."""
+    """Unmap the whole pages of ``low..high`` from this process; the next page that is still
+    needed."""
     first = -(-low // mmap.PAGESIZE) * mmap.PAGESIZE
     last = high // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
@@ -184,7 +192,7 @@ def _read_checkpoint(path: Path) -> list[_Stored]:
         return _read_file(single)
     raise SourceError(
         f"{path} holds no {SINGLE} and no {INDEX}",
-        remedy="point at a checkpoint directory as save_pretrained writes it (safetensors, not .bin)",
+        remedy="point at a checkpoint directory as save_pretrained writes it (no .bin files)",
     )
 
 
@@ -209,7 +217,9 @@ def _read_sharded(directory: Path, index: Path) -> list[_Stored]:
             raise SourceError(f"{index} says that {name!r} is in {file!r}; it is not")
     extra = placed.keys() - weight_map.keys()
     if extra:
-        raise SourceError(f"{placed[min(extra)]!r} holds {min(extra)!r}, which {index} does not name")
+        raise SourceError(
+            f"{placed[min(extra)]!r} holds {min(extra)!r}, which {index} does not name"
+        )
     return found
 
 
@@ -231,17 +241,25 @@ def _read_file(file: Path) -> list[_Stored]:
     found = []
     for name, entry in entries.items():
         if entry.dtype not in DTYPES:
-            raise SourceError(f"{file}: {name!r} has dtype {entry.dtype!r}, known are {', '.join(DTYPES)}")
+            raise SourceError(
+                f"{file}: {name!r} has dtype {entry.dtype!r}, known are {', '.join(DTYPES)}"
+            )
         spec = TensorSpec(name, DTYPES[entry.dtype], tuple(entry.shape))
         begin, end = entry.data_offsets
-        if any(side < 0 for side in spec.shape) or begin < 0 or end - begin != spec.nbytes or data + end > size:
+        if (
+            any(side < 0 for side in spec.shape)
+            or begin < 0
+            or end - begin != spec.nbytes
+            or data + end > size
+        ):
             raise SourceError(
-                f"{file}: {name!r} claims bytes {begin} to {end} of {size - data} for {spec.nbytes}",
+                f"{file}: {name!r} claims bytes {begin} to {end} of {size - data} "
+                f"for {spec.nbytes}",
                 remedy="the file is damaged or cut off; copy it again",
             )
         found.append(_Stored(file, spec, data + begin))
     found.sort(key=lambda stored: stored.offset)
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in itertools.pairwise(found):
         if before.offset + before.spec.nbytes > after.offset:
             raise SourceError(f"{file}: {before.spec.name!r} and {after.spec.name!r} overlap")
     return found

@@ -1,7 +1,9 @@
-"""Shared memory on one host: one sealed memfd, created once, passed by descriptor, reused for every update.
+"""Shared memory on one host: one sealed memfd, created once, passed by descriptor, reused for
+every update.
 
-The sender maps it shared and writes; workers map it read-only to digest it, and privately (copy-on-write) for the engine's
-loader, so that torch gets writable views without anybody being able to write into the arena. A memfd has no name: when the last process that holds it dies, it is
+The sender maps it shared and writes; workers map it read-only to digest it, and privately
+(copy-on-write) for the engine's loader, so that torch gets writable views without anybody being
+able to write into the arena. A memfd has no name: when the last process that holds it dies, it is
 gone. Its size is sealed before it leaves the sender, so no reader can meet SIGBUS.
 """
 
@@ -21,7 +23,14 @@ from numpy.typing import NDArray
 from weightsync.errors import MemoryShort, ProtocolError, TransportError
 from weightsync.manifest import Manifest
 
-__all__ = ["ALIGNMENT", "ArenaReader", "ShmArena", "address_of", "arena_offsets", "available_memory"]
+__all__ = [
+    "ALIGNMENT",
+    "ArenaReader",
+    "ShmArena",
+    "address_of",
+    "arena_offsets",
+    "available_memory",
+]
 
 ALIGNMENT: Final = 64
 """Bytes; a cache line, and a multiple of every dtype's size."""
@@ -45,8 +54,11 @@ def address_of(buffer: mmap.mmap) -> int:
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)
 
 
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
-    """Bytes that may still be taken, and which limit says so: the host's or the cgroup's (v2 or v1)."""
+def available_memory(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, str]:
+    """Bytes that may still be taken, and which limit says so: the host's or the cgroup's (v2 or
+    v1)."""
     host = 0
     for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -135,7 +147,8 @@ class ArenaReader:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if size != nbytes or nbytes <= 0 or seals & _SEALS != _SEALS:
                 raise ProtocolError(
-                    f"expected a sealed arena of {nbytes} bytes, got {size} bytes with seals {seals:#x}"
+                    f"expected a sealed arena of {nbytes} bytes, got {size} bytes with "
+                    f"seals {seals:#x}"
                 )
             self._map: mmap.mmap | None = mmap.mmap(
                 fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ

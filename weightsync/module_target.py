@@ -1,0 +1,119 @@
+"""A plain torch module of this process as a target: its tensors are written in place, byte for
+byte."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from weightsync.digest import digest_spans
+from weightsync.errors import Problem
+from weightsync.manifest import Manifest
+from weightsync.sources.module import dtype_name
+from weightsync.sources.names import clean_name
+from weightsync.target import (
+    ApplyReport,
+    Description,
+    Mode,
+    Served,
+    StagedWeights,
+    TargetStatus,
+    digest_staged,
+)
+
+__all__ = ["ModuleTarget"]
+
+
+class ModuleTarget:
+    """See `weightsync.target.Target`.
+
+    Every parameter and persistent buffer must be covered by exactly one checkpoint tensor of its
+    name, shape and dtype; parameters that share memory are one, under any of their names.
+
+    Args:
+        module: on the CPU, contiguous parameters.
+        engine: name for receipts.
+    """
+
+    modes: frozenset[Mode] = frozenset({"staged"})
+
+    def __init__(self, module: torch.nn.Module, *, engine: str = "torch module") -> None:
+        self._module = module
+        self._engine = engine
+        self._refused: str | None = None
+
+    @property
+    def refused(self) -> str | None:
+        """Why requests must not be served at the moment, or None."""
+        return self._refused
+
+    def describe(self, manifest: Manifest) -> Description:
+        tensors = self._tensors()
+        problems: list[Problem] = []
+        covered: dict[int, str] = {}
+        for spec in manifest.tensors:
+            tensor = tensors.get(spec.name)
+            if tensor is None:
+                problems.append(Problem("unknown", spec.name, "the module has no such tensor"))
+                continue
+            if tuple(tensor.shape) != spec.shape:
+                detail = f"has shape {list(spec.shape)}, the module's is {list(tensor.shape)}"
+                problems.append(Problem("shape", spec.name, detail))
+            if dtype_name(tensor.dtype) != spec.dtype:
+                detail = f"is sent as torch.{spec.dtype}, the engine holds {tensor.dtype}"
+                problems.append(Problem("dtype", spec.name, detail))
+            if not tensor.is_contiguous():
+                problems.append(
+                    Problem("loader", spec.name, "the module's tensor is not contiguous")
+                )
+            if tensor.numel() and tensor.data_ptr() in covered:
+                detail = f"is the same memory as {covered[tensor.data_ptr()]!r}"
+                problems.append(Problem("duplicate", spec.name, detail))
+            covered[tensor.data_ptr()] = spec.name
+        problems += [
+            Problem("missing", name, f"the module's {list(tensor.shape)} would stay what it is")
+            for name, tensor in tensors.items()
+            if tensor.numel() and tensor.data_ptr() not in covered
+        ]
+        return Description(tuple(problems), served=tuple(range(len(manifest))))
+
+    def verify(
+        self, manifest: Manifest, addresses: NDArray[np.uint64], seeds: NDArray[np.uint64]
+    ) -> NDArray[np.uint64]:
+        return digest_staged(manifest, addresses, seeds)
+
+    def apply(self, weights: StagedWeights) -> ApplyReport:
+        started = time.perf_counter()
+        tensors = self._tensors()
+        with torch.no_grad():
+            for name, value in weights.tensors():
+                tensors[name].view(-1).view(torch.uint8).copy_(value.view(-1).view(torch.uint8))
+        return ApplyReport(load_seconds=time.perf_counter() - started)
+
+    def restore(self) -> None:
+        """Nothing to put back: copies into place leave whole tensors behind."""
+
+    def served(self, manifest: Manifest, seeds: NDArray[np.uint64]) -> Served:
+        tensors = self._tensors()
+        addresses = np.array(
+            [tensors[spec.name].data_ptr() for spec in manifest.tensors], np.uint64
+        )
+        starts = np.zeros_like(addresses)
+        digests = digest_spans(addresses, manifest.nbytes, starts, seeds)
+        return Served(index=range(len(manifest)), digests=digests)
+
+    def refuse(self, reason: str) -> None:
+        self._refused = reason
+
+    def admit(self) -> None:
+        self._refused = None
+
+    def status(self) -> TargetStatus:
+        return TargetStatus(engine=self._engine, device="cpu")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found = self._module.state_dict(keep_vars=True)
+        return {clean_name(name): tensor for name, tensor in found.items()}
