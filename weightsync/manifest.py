@@ -135,6 +135,10 @@ def _check(tensor: TensorSpec) -> None:
         raise ManifestError(
             f"a tensor's name has 1 to {MAX_NAME} characters, got {len(tensor.name)}"
         )
+    try:
+        tensor.name.encode()
+    except UnicodeEncodeError as error:
+        raise ManifestError(f"the name {tensor.name!r} is no Unicode text") from error
     if tensor.dtype not in DTYPE_BYTES:
         raise ManifestError(
             f"{tensor.name!r} has dtype {tensor.dtype!r}; known are {', '.join(DTYPE_BYTES)}",

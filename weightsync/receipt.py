@@ -7,12 +7,15 @@ Receipts form a chain: each carries the hash of the one before, so that a log of
 from __future__ import annotations
 
 import hashlib
+from typing import Literal
 
 import msgspec
 
-from weightsync.target import ProofLevel
+__all__ = ["EngineReceipt", "LevelShare", "ProofLevel", "Receipt", "WorkerReceipt", "chain"]
 
-__all__ = ["EngineReceipt", "LevelShare", "Receipt", "WorkerReceipt", "chain"]
+ProofLevel = Literal["served", "spot", "received", "canary", "off"]
+"""What a receipt can say of a tensor: what the model holds; a packed layout probed at random
+columns; what was handed to the engine's loader; trainer and engine agree on a prompt; nothing."""
 
 
 class WorkerReceipt(msgspec.Struct, frozen=True):

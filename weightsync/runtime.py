@@ -7,6 +7,7 @@ whatever container: who can take it knows that nobody lives there any more.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -24,12 +25,19 @@ def runtime_directory() -> Path:
     """A directory of this user alone (mode 0700), for sockets and marks.
 
     Raises:
-        TransportError: somebody else owns what stands there.
+        TransportError: somebody else owns what stands there, or it cannot be made.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     path = Path(base) / f"weightsync-{os.geteuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+    except OSError as error:
+        raise TransportError(
+            f"cannot make the directory {path}: {error.strerror}",
+            remedy="set XDG_RUNTIME_DIR to an existing directory of your own, or unset it",
+        ) from error
     if (
         not stat.S_ISDIR(found.st_mode)
         or found.st_uid != os.geteuid()
@@ -58,8 +66,11 @@ class OwnedDirectory:
         unborn.rename(self.path)
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        """Remove it. Closing again does nothing."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
 
 
 def remove_stale(prefix: str) -> None:

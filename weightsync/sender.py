@@ -37,9 +37,8 @@ from weightsync.errors import (
 )
 from weightsync.manifest import Manifest
 from weightsync.plan.match import check_descriptions
-from weightsync.receipt import EngineReceipt, LevelShare, Receipt, chain
+from weightsync.receipt import EngineReceipt, LevelShare, ProofLevel, Receipt, chain
 from weightsync.sources.base import Source, fill
-from weightsync.target import ProofLevel
 from weightsync.transport.shm import ShmArena, arena_offsets
 from weightsync.wire import Abort, Ack, Begin, Described, Digests, Layout, Seal
 

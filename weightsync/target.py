@@ -26,7 +26,6 @@ __all__ = [
     "ApplyReport",
     "Description",
     "Mode",
-    "ProofLevel",
     "Served",
     "StagedWeights",
     "Target",
@@ -38,10 +37,6 @@ __all__ = [
 Mode = Literal["staged", "streamed"]
 """``staged``: nothing is touched before everything is there. ``streamed``: buckets are applied as
 they come."""
-
-ProofLevel = Literal["served", "spot", "received", "canary", "off"]
-"""What a receipt can say of a tensor: what the model holds; a packed layout probed at random
-columns; what was handed to the engine's loader; trainer and engine agree on a prompt; nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,17 +35,18 @@ class Pieces:
 
 
 class Source(Protocol):
-    """What a trainer has.
+    """What a trainer has."""
 
-    Attributes:
-        casts: ``{name: "float32 -> bfloat16"}`` of the last manifest; declared by the user, named
-            in the receipt.
-        aliases: ``{name: name}`` of tensors that are not sent because they are the same memory as
-            another.
-    """
+    @property
+    def casts(self) -> Mapping[str, str]:
+        """``{name: "float32 -> bfloat16"}`` of the last manifest; declared by the user, named in
+        the receipt."""
+        ...
 
-    casts: Mapping[str, str]
-    aliases: Mapping[str, str]
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """``{name: name}`` of tensors that are not sent: they are the same memory as another."""
+        ...
 
     def manifest(self) -> Manifest:
         """Names, wire dtypes and shapes as of now.

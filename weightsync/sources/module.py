@@ -64,7 +64,7 @@ class StateDictSource:
         self._mapping = tensors
         self._rule = dtype
         self._tensors: list[torch.Tensor] = []
-        self._known: list[tuple[int, int, torch.dtype, torch.Size]] = []
+        self._known: list[_Identity] | None = None
         self._names: list[str] = []
         self._manifest: Manifest | None = None
         self.casts: dict[str, str] = {}
@@ -80,8 +80,10 @@ class StateDictSource:
         for name, tensor in self._named():
             names.append(name)
             tensors.append(tensor)
-        known = [(id(t), t.data_ptr(), t.dtype, t.shape) for t in tensors if _plain(t)]
-        if self._manifest is not None and known == self._known and names == self._names:
+        # Of a class that is not torch's own nobody knows what its identity says: looked at anew.
+        known = [_identity(t) for t in tensors] if all(map(_plain, tensors)) else None
+        unchanged = known is not None and known == self._known and names == self._names
+        if self._manifest is not None and unchanged:
             return self._manifest
         self._build(names, tensors)
         self._known, self._names = known, names
@@ -91,23 +93,25 @@ class StateDictSource:
 
     def _build(self, names: list[str], tensors: list[torch.Tensor]) -> None:
         specs, kept, casts, aliases = [], [], {}, {}
-        seen: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], str] = {}
-        taken: dict[str, str] = {}
+        seen: dict[tuple[object, ...], str] = {}
+        taken: dict[str, tuple[str, tuple[object, ...]]] = {}
         for raw, tensor in zip(names, tensors, strict=True):
             name = clean_name(raw)
             _check(raw, tensor)
-            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if tensor.numel() and key in seen:
-                if seen[key] != name:
-                    aliases[name] = seen[key]
-                continue
-            if name in taken:
+            key = (*_identity(tensor)[1:], tensor.is_conj(), tensor.is_neg())
+            first, same = taken.setdefault(name, (raw, key))
+            if same != key:
                 raise ManifestError(
-                    f"{raw!r} and {taken[name]!r} are both called {name!r} once wrappers' prefixes "
-                    "are stripped, and hold different tensors",
+                    f"{raw!r} and {first!r} are both called {name!r} once wrappers' prefixes are "
+                    "stripped, and hold different tensors",
                     remedy="pass StateDictSource({...}) with the names that the checkpoint has",
                 )
-            seen[key], taken[name] = name, raw
+            if first != raw:
+                continue
+            if tensor.numel() and key in seen:
+                aliases[name] = seen[key]
+                continue
+            seen[key] = name
             to = wire_dtype(name, tensor.dtype, self._rule)
             if to != tensor.dtype:
                 casts[name] = f"{dtype_name(tensor.dtype)} -> {dtype_name(to)}"
@@ -177,8 +181,18 @@ def _one(value: int) -> NDArray[np.uint64]:
     return np.array([value], np.uint64)
 
 
-def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_Identity = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def _identity(tensor: torch.Tensor) -> _Identity:
+    """Changes when the tensor is another, or has other memory, dtype, shape or strides."""
+    return (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _plain(tensor: object) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and (
+        tensor.layout == torch.strided  # type: ignore[attr-defined]
+    )
 
 
 def _check(name: str, tensor: object) -> None:
@@ -189,6 +203,11 @@ def _check(name: str, tensor: object) -> None:
             f"{name!r} is a sharded DTensor, and this source reads whole tensors",
             remedy="gather it first: StateDictSource({name: t.full_tensor() ...})",
         )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise SourceError(
+            f"{name!r} is not initialized yet and has no data",
+            remedy="run the model once, so that its lazy modules take their shapes",
+        )
     if tensor.device.type == "meta":
         raise SourceError(
             f"{name!r} is on the meta device and has no data",
@@ -196,6 +215,7 @@ def _check(name: str, tensor: object) -> None:
         )
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise SourceError(
-            f"{name!r} is {tensor.layout}, expected a plain strided tensor",
+            f"{name!r} is {'quantized' if tensor.is_quantized else tensor.layout}, "
+            "expected a plain strided tensor",
             remedy="pass a StateDictSource without it, or convert it",
         )

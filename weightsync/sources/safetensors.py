@@ -10,22 +10,24 @@ Everything that the header claims is checked against the file before it is belie
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
 from weightsync.errors import SourceError
 from weightsync.manifest import Manifest, TensorSpec
 from weightsync.sources.base import Pieces
-from weightsync.sources.module import CastRule, converted_pieces, dtype_name, wire_dtype
 from weightsync.transport.shm import address_of
+
+if TYPE_CHECKING:
+    from weightsync.sources.module import CastRule
 
 __all__ = ["SafetensorsSource"]
 
@@ -90,10 +92,12 @@ class SafetensorsSource:
         self.casts: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
         self._stored = _read_checkpoint(self.path)
+        if not self._stored:
+            raise SourceError(f"{self.path} holds no tensor")
         specs = []
         for stored in self._stored:
             spec = stored.spec
-            to = dtype_name(wire_dtype(spec.name, getattr(torch, spec.dtype), dtype))
+            to = spec.dtype if dtype is None else _cast(spec, dtype)
             if to != spec.dtype:
                 self.casts[spec.name] = f"{spec.dtype} -> {to}"
             specs.append(TensorSpec(spec.name, to, spec.shape))
@@ -138,14 +142,8 @@ class SafetensorsSource:
         for index in indices:
             stored = self._stored[index]
             if stored.spec.name in self.casts:
-                if stored.spec.nbytes:
-                    flat = torch.frombuffer(
-                        mapping,
-                        dtype=getattr(torch, stored.spec.dtype),
-                        count=stored.spec.numel,
-                        offset=stored.offset,
-                    )
-                    yield from converted_pieces(index, flat, self._manifest.tensors[index].dtype)
+                yield from _converted(index, stored, mapping, self._manifest.tensors[index].dtype)
+                low = _release(mapping, low, stored.offset + stored.spec.nbytes)
                 continue
             start = 0
             while start < stored.spec.nbytes:
@@ -159,6 +157,29 @@ class SafetensorsSource:
         if batch:
             yield _pieces(batch)
         # The mapping goes with the last reference; its pages stay in the page cache only.
+
+
+def _cast(spec: TensorSpec, rule: CastRule) -> str:
+    import torch
+
+    from weightsync.sources.module import dtype_name, wire_dtype
+
+    return dtype_name(wire_dtype(spec.name, getattr(torch, spec.dtype), rule))
+
+
+def _converted(index: int, stored: _Stored, mapping: mmap.mmap, dtype: str) -> Iterator[Pieces]:
+    import torch
+
+    from weightsync.sources.module import converted_pieces
+
+    if stored.spec.nbytes:
+        flat = torch.frombuffer(
+            mapping,
+            dtype=getattr(torch, stored.spec.dtype),
+            count=stored.spec.numel,
+            offset=stored.offset,
+        )
+        yield from converted_pieces(index, flat, dtype)
 
 
 def _pieces(batch: list[tuple[int, int, int, int]]) -> Pieces:
@@ -199,13 +220,15 @@ def _read_checkpoint(path: Path) -> list[_Stored]:
 def _read_sharded(directory: Path, index: Path) -> list[_Stored]:
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SourceError(f"{index} is no index: {error}") from error
+    if not weight_map:
+        raise SourceError(f"{index} names no tensor")
     found: list[_Stored] = []
     for file in dict.fromkeys(weight_map.values()):
         if Path(file).name != file or file in ("", ".", ".."):
             raise SourceError(f"{index} names {file!r}, expected a file beside it")
-        if not (directory / file).is_file():
+        if not os.path.isfile(directory / file):  # Path.is_file raises on an endless name
             raise SourceError(
                 f"{index} names {file!r}, which is not there",
                 remedy="the checkpoint is incomplete; copy it again",
@@ -233,10 +256,12 @@ def _read_file(file: Path) -> list[_Stored]:
         header = handle.read(length)
     data = 8 + length
     try:
-        raw = msgspec.json.decode(header, type=dict[str, Any])
-        raw.pop("__metadata__", None)
-        entries = {name: msgspec.convert(entry, _Entry) for name, entry in raw.items()}
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        # Not by msgspec: of a name that comes twice it would keep the last and say nothing.
+        raw = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
+        entries = msgspec.convert(raw, dict[str, Any])
+        entries.pop("__metadata__", None)
+        entries = {name: msgspec.convert(entry, _Entry) for name, entry in entries.items()}
+    except (ValueError, RecursionError) as error:  # msgspec's and json's errors are ValueErrors
         raise SourceError(f"{file} is no safetensors file: {error}") from error
     found = []
     for name, entry in entries.items():
@@ -262,4 +287,14 @@ def _read_file(file: Path) -> list[_Stored]:
     for before, after in itertools.pairwise(found):
         if before.offset + before.spec.nbytes > after.offset:
             raise SourceError(f"{file}: {before.spec.name!r} and {after.spec.name!r} overlap")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    "".join(found).encode()  # half a surrogate pair is no name
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} comes twice")
     return found

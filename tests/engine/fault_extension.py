@@ -1,0 +1,29 @@
+"""A vLLM worker extension that breaks weightsync's next apply on purpose, in the real worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from weightsync.target import StagedWeights
+
+
+class FaultExtension:
+    """Mixed into vLLM's worker; called through ``/collective_rpc``."""
+
+    def weightsync_test_fail_after(self, count: str, how: str) -> str:
+        """The next apply fails after ``count`` tensors: by an exception, or by SIGKILL."""
+        original = StagedWeights.tensors
+        left = int(count)
+
+        def failing(weights: StagedWeights):
+            StagedWeights.tensors = original
+            for number, item in enumerate(original(weights)):
+                if number == left:
+                    if how == "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise RuntimeError("broken on purpose")
+                yield item
+
+        StagedWeights.tensors = failing
+        return "armed"

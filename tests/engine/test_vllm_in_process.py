@@ -1,0 +1,230 @@
+"""A real vLLM in this process: updated from weights A to B, A, B, refused, poisoned, cured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weightsync as ws
+from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused
+from weightsync.target import StagedWeights
+from weightsync.testing import (
+    LONG_PROMPT,
+    PROMPTS,
+    build_checkpoint,
+    load_trainer,
+    score,
+    vllm_rollouts,
+)
+
+TOLERANCE = 1e-5
+"""Largest |difference of log-probabilities| from transformers, fp32; measured up to 7.4e-6."""
+
+
+class Rig:
+    """One engine and both variants of its model."""
+
+    def __init__(self, name: str) -> None:
+        from vllm import LLM
+
+        self.name = name
+        self.models = {variant: load_trainer(name, variant) for variant in "AB"}
+        self.llm = LLM(
+            model=str(build_checkpoint(name, "A")),
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=8,
+            enforce_eager=True,
+            kv_cache_memory_bytes=64 << 20,
+            seed=0,
+            weight_transfer_config={"backend": "weightsync"},
+        )
+        self.engine = ws.engine(self.llm, name=name)
+
+    def rollouts(self, prompts):
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=32, logprobs=1, ignore_eos=True, detokenize=False
+        )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return vllm_rollouts(self.llm.generate(requests, sampling, use_tqdm=False))
+
+    def assert_serves(self, variant: str) -> None:
+        for prompts, tokens in ((PROMPTS, 64), ([LONG_PROMPT], 32)):
+            comparison = score(self.models[variant], prompts, self.rollouts(prompts))
+            assert comparison.greedy_matches == comparison.tokens == tokens, str(comparison)
+            assert comparison.max_abs_logprob_difference <= TOLERANCE, str(comparison)
+
+    def sender(self, variant: str, **options) -> ws.WeightSender:
+        return ws.WeightSender(ws.ModuleSource(self.models[variant]), [self.engine], **options)
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen2_tied"])
+def rig(request: pytest.FixtureRequest):
+    found = Rig(request.param)
+    yield found
+    found.close()
+
+
+def test_updates_serve_exactly_the_trainers_weights_also_from_the_prefix_cache(rig: Rig) -> None:
+    rig.assert_serves("A")
+    for version, variant in enumerate("BAB", start=1):
+        with rig.sender(variant) as sender:
+            receipt = sender.sync(version)
+            rig.assert_serves(variant)
+            sender._arena.view()[:] = 0xA5
+            rig.assert_serves(variant)
+        assert rig.llm.get_weight_version() == receipt.version == str(version)
+        assert receipt.proven == "received" and receipt.engines[0].workers[0].load_seconds > 0
+    if rig.name == "qwen2_tied":
+        assert receipt.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_a_trainers_optimizer_step_reaches_the_engine(rig: Rig) -> None:
+    model = load_trainer(rig.name, "B")
+    with ws.WeightSender(ws.ModuleSource(model), [rig.engine]) as sender:
+        sender.sync("before")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        rollouts = rig.rollouts(PROMPTS)
+        stale = score(model, PROMPTS, rollouts).max_abs_logprob_difference
+        sender.sync("after")
+    fresh = score(model, PROMPTS, rig.rollouts(PROMPTS)).max_abs_logprob_difference
+    assert fresh <= TOLERANCE < stale / 10
+
+
+def without(name: str):
+    return lambda state: state.pop(name)
+
+
+def only_q_proj(state: dict[str, torch.Tensor]) -> None:
+    del state["model.layers.0.self_attn.k_proj.weight"]
+    del state["model.layers.0.self_attn.v_proj.weight"]
+
+
+def taller(state: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    state[name] = torch.cat([state[name], state[name]])
+
+
+def more_heads(state: dict[str, torch.Tensor]) -> None:
+    """Too long in the dimension that loaders narrow: they would take a part without a word."""
+    name = "model.layers.1.self_attn.q_proj.weight"
+    state[name] = torch.cat([state[name], state[name]])
+
+
+REFUSALS = {
+    "unknown name": (
+        lambda state: state.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)}),
+        "unknown",
+        "model.layers.9.mlp.up_proj.weight",
+    ),
+    "silently skipped name": (
+        lambda state: state.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(256)}),
+        "unknown",
+        "model.layers.0.mlp.up_proj.bias",
+    ),
+    "missing name": (without("model.norm.weight"), "missing", "model.norm.weight"),
+    "only q_proj": (
+        only_q_proj,
+        "missing",
+        "model.layers.0.self_attn.{q_proj, k_proj, v_proj}.weight",
+    ),
+    "only gate_proj": (
+        without("model.layers.1.mlp.up_proj.weight"),
+        "missing",
+        "model.layers.1.mlp.{gate_proj, up_proj}.weight",
+    ),
+    "other shape": (taller, "shape", "model.layers.1.mlp.down_proj.weight"),
+    "too many heads": (more_heads, "shape", "model.layers.1.self_attn.q_proj.weight"),
+    "other dtype": (
+        lambda state: state.update({"model.norm.weight": state["model.norm.weight"].bfloat16()}),
+        "dtype",
+        "model.norm.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(rig: Rig, case: str) -> None:
+    change, kind, name = REFUSALS[case]
+    with rig.sender("A") as sender:
+        sender.sync("A")
+    before = rig.rollouts(PROMPTS)
+    state = dict(rig.models["B"].state_dict())
+    change(state)
+    moved: list[int] = []
+    source = ws.StateDictSource(state)
+    with (
+        ws.WeightSender(source, [rig.engine], on_progress=lambda n, _: moved.append(n)) as sender,
+        pytest.raises(PlanRefused) as refusal,
+    ):
+        sender.sync("B")
+    assert (kind, name) in {(p.kind, p.name) for p in refusal.value.problems}, str(refusal.value)
+    assert name in str(refusal.value) and refusal.value.remedy
+    assert not moved
+    assert rig.rollouts(PROMPTS) == before
+    assert rig.llm.get_weight_version() == "A"
+
+
+@pytest.mark.parametrize("other", ["llama", "gemma3", "qwen3_moe"])
+def test_another_architecture_is_refused_by_name(rig: Rig, other: str) -> None:
+    before = rig.rollouts(PROMPTS)
+    source = ws.ModuleSource(load_trainer(other, "A"))
+    with ws.WeightSender(source, [rig.engine]) as sender:
+        with pytest.raises(PlanRefused, match="nothing has moved") as refusal:
+            sender.sync("other")
+        names = {problem.name for problem in refusal.value.problems}
+        assert any("q_proj" in name and name.endswith("bias") for name in names), names
+    assert rig.rollouts(PROMPTS) == before
+
+
+def test_a_failed_apply_poisons_refuses_at_admission_and_is_cured_by_a_full_update(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    original = StagedWeights.tensors
+
+    def failing(weights: StagedWeights):
+        for number, item in enumerate(original(weights)):
+            if number == 20:
+                raise RuntimeError("broken on purpose")
+            yield item
+
+    with rig.sender("A") as sender:
+        sender.sync("A")
+    with rig.sender("B") as sender:
+        with monkeypatch.context() as patch, pytest.raises(EnginePoisoned, match="on purpose"):
+            patch.setattr(StagedWeights, "tensors", failing)
+            sender.sync("B")
+        assert rig.llm.get_weight_version() == "A"
+        with pytest.raises(VLLMValidationError, match="weightsync: this engine may hold a mixture"):
+            rig.rollouts(PROMPTS)
+        sender.sync("cured")
+    rig.assert_serves("B")
+
+
+def test_an_engine_without_the_backend_is_refused_with_the_remedy() -> None:
+    from vllm import LLM
+
+    llm = LLM(
+        model=str(build_checkpoint("qwen2", "A")),
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    with pytest.raises(ConnectError, match="weight_transfer_config="):
+        ws.engine(llm)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def test_objects_that_no_adapter_knows_are_refused() -> None:
+    with pytest.raises(ConnectError, match=r"builtins\.dict.*vllm"):
+        ws.engine({})
