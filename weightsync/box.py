@@ -7,13 +7,14 @@ coordinate system.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from weightsync.errors import ManifestError
 
-__all__ = ["Box", "Run", "box_of_view", "tiles_exactly"]
+__all__ = ["Box", "Run", "box_of_view", "tiles_exactly", "union_numel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +167,20 @@ def tiles_exactly(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
             if box.intersect(other) is not None:
                 return False
     return True
+
+
+def union_numel(boxes: Collection[Box]) -> int:
+    """Elements that lie in at least one of the boxes, all of one rank."""
+    solid = [box for box in boxes if box.numel]
+    if not solid or not solid[0].offsets:
+        return len(solid[:1])
+    cuts = sorted({at for b in solid for at in (b.offsets[0], b.offsets[0] + b.lengths[0])})
+    total = 0
+    for low, high in itertools.pairwise(cuts):
+        slab = {
+            Box(b.offsets[1:], b.lengths[1:])
+            for b in solid
+            if b.offsets[0] <= low and high <= b.offsets[0] + b.lengths[0]
+        }
+        total += (high - low) * union_numel(slab)
+    return total

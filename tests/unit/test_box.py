@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.box import Box, box_of_view, tiles_exactly
+from weightsync.box import Box, box_of_view, tiles_exactly, union_numel
 from weightsync.errors import ManifestError
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -276,6 +276,16 @@ def test_tilings_are_what_counting_says(case: tuple[tuple[int, ...], list[Box]])
     shape, boxes = case
     count = sum((mask(box, shape).astype(int) for box in boxes), np.zeros(shape, int))
     assert tiles_exactly(boxes, shape) == bool((count == 1).all())
+
+
+@given(shape_and_boxes(4))
+def test_a_union_has_as_many_elements_as_its_mask(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = case
+    union = np.zeros(shape, bool)
+    for box in boxes:
+        union |= mask(box, shape)
+    assert union_numel(boxes) == union.sum()
+    assert union_numel([]) == 0
 
 
 def test_equal_volume_does_not_hide_an_overlap() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from weightsync.box import Box
-from weightsync.errors import PlanRefused, Problem
+from weightsync.box import Box, tiles_exactly, union_numel
+from weightsync.errors import ManifestError, PlanRefused, Problem, ProtocolError
 from weightsync.manifest import Manifest
-from weightsync.wire import Described
+from weightsync.wire import Described, Partial
 
 __all__ = ["check_descriptions"]
 
@@ -24,6 +24,7 @@ def check_descriptions(
     Raises:
         PlanRefused: a worker reported a problem, or all workers together leave a part of a tensor
             untaken.
+        ProtocolError: a worker described a part that the manifest does not have.
     """
     by_problem: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, described in descriptions:
@@ -34,12 +35,12 @@ def check_descriptions(
         Problem(kind, name, detail, () if len(workers) == everybody else tuple(workers))  # type: ignore[arg-type]
         for (kind, name, detail), workers in by_problem.items()
     ]
-    problems += _untaken(manifest, [described for _, described in descriptions])
+    problems += _untaken(manifest, descriptions)
     if problems:
         raise PlanRefused(engine, problems, remedy=_remedy(problems))
 
 
-def _untaken(manifest: Manifest, descriptions: Sequence[Described]) -> list[Problem]:
+def _untaken(manifest: Manifest, descriptions: Sequence[tuple[str, Described]]) -> list[Problem]:
     """Tensors that are longer than what all workers together take of them.
 
     Loaders narrow what they are given; one that is given too much takes a part of it and says
@@ -47,17 +48,19 @@ def _untaken(manifest: Manifest, descriptions: Sequence[Described]) -> list[Prob
     """
     boxes: dict[int, set[Box]] = defaultdict(set)
     takers: dict[int, int] = defaultdict(int)
-    for described in descriptions:
+    for worker, described in descriptions:
+        for part in described.partial:
+            boxes[part.index].add(_box(worker, manifest, part))
         for index in {part.index for part in described.partial}:
             takers[index] += 1
-        for part in described.partial:
-            boxes[part.index].add(Box(part.offsets, part.lengths))
     problems = []
     for index, found in boxes.items():
         spec = manifest.tensors[index]
         if takers[index] < len(descriptions):
             continue  # another worker takes it whole
-        taken = sum(box.numel for box in found)
+        if tiles_exactly(list(found), spec.shape):
+            continue
+        taken = union_numel(found)  # workers may share a part, as those that repeat a kv head do
         if taken < spec.numel:
             problems.append(
                 Problem(
@@ -68,6 +71,17 @@ def _untaken(manifest: Manifest, descriptions: Sequence[Described]) -> list[Prob
                 )
             )
     return problems
+
+
+def _box(worker: str, manifest: Manifest, part: Partial) -> Box:
+    """The box of a part that came from outside."""
+    try:
+        box = Box(part.offsets, part.lengths)
+    except ManifestError as error:
+        raise ProtocolError(f"{worker} described an impossible part: {error}") from error
+    if not 0 <= part.index < len(manifest) or not box.within(manifest.tensors[part.index].shape):
+        raise ProtocolError(f"{worker} described {box} of tensor {part.index}, which has none")
+    return box
 
 
 def _remedy(problems: Sequence[Problem]) -> str:

@@ -1,0 +1,263 @@
+"""A live vLLM server in processes of its own, over HTTP: updates, refusals, failures, takeover."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from servers import Server, vllm_server
+
+import weightsync as ws
+from weightsync.deadline import Deadline
+from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused, Superseded
+from weightsync.testing import (
+    LONG_PROMPT,
+    PROMPTS,
+    build_checkpoint,
+    completions_rollouts,
+    load_trainer,
+    score,
+)
+
+BACKEND = ("--weight-transfer-config", '{"backend": "weightsync"}')
+TOLERANCE = 1e-5
+HERE = Path(__file__).parent
+
+
+class Rig:
+    """One server and both variants of its model."""
+
+    def __init__(self, name: str, server: Server) -> None:
+        self.name = name
+        self.server = server
+        self.models = {variant: load_trainer(name, variant) for variant in "AB"}
+        self.engine = ws.connect(f"vllm+{server.url}")
+
+    def rollouts(self, prompts):
+        return [completions_rollouts(self.server.complete(p, 32))[0] for p in prompts]
+
+    def assert_serves(self, variant: str) -> None:
+        for prompts, tokens in ((PROMPTS, 64), ([LONG_PROMPT], 32)):
+            comparison = score(self.models[variant], prompts, self.rollouts(prompts))
+            assert comparison.greedy_matches == comparison.tokens == tokens, str(comparison)
+            assert comparison.max_abs_logprob_difference <= TOLERANCE, str(comparison)
+
+    def sync(self, variant: str, version: str) -> ws.Receipt:
+        with ws.WeightSender(ws.ModuleSource(self.models[variant]), [self.engine]) as sender:
+            return sender.sync(version)
+
+    def version(self) -> str | None:
+        return self.engine.version(Deadline.after(10))
+
+    def fail_next_apply(self, tensors: int, how: str) -> None:
+        httpx.post(
+            f"{self.server.url}/collective_rpc",
+            json={"method": "weightsync_test_fail_after", "args": [str(tensors), how]},
+            timeout=10,
+            trust_env=False,
+        ).raise_for_status()
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen2_tied"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    log = tmp_path_factory.mktemp("server") / f"{request.param}.log"
+    extension = ("--worker-extension-cls", "fault_extension.FaultExtension")
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    checkpoint = build_checkpoint(request.param, "A")
+    with vllm_server(checkpoint, log, *BACKEND, *extension, env={"PYTHONPATH": path}) as server:
+        yield Rig(request.param, server)
+
+
+def test_updates_serve_exactly_the_trainers_weights_also_from_the_prefix_cache(rig: Rig) -> None:
+    rig.assert_serves("A")
+    for version, variant in enumerate("BAB", start=1):
+        with ws.WeightSender(ws.ModuleSource(rig.models[variant]), [rig.engine]) as sender:
+            receipt = sender.sync(version)
+            rig.assert_serves(variant)
+            sender._arena.view()[:] = 0xA5
+            rig.assert_serves(variant)
+        assert rig.version() == receipt.version == str(version)
+        assert receipt.engines[0].paused_seconds > 0
+
+
+def test_what_does_not_fit_is_refused_over_http_and_changes_nothing(rig: Rig) -> None:
+    rig.sync("A", "A")
+    before = rig.rollouts(PROMPTS)
+    state = dict(rig.models["B"].state_dict())
+    del state["model.layers.0.self_attn.k_proj.weight"]
+    state["model.layers.0.extra"] = state["model.norm.weight"].clone()
+    with ws.WeightSender(ws.StateDictSource(state), [rig.engine]) as sender:
+        with pytest.raises(PlanRefused) as refusal:
+            sender.sync("B")
+        found = {(problem.kind, problem.name) for problem in refusal.value.problems}
+        assert ("unknown", "model.layers.0.extra") in found
+        assert ("missing", "model.layers.0.self_attn.{q_proj, k_proj, v_proj}.weight") in found
+    assert rig.rollouts(PROMPTS) == before and rig.version() == "A"
+
+
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+def test_requests_in_flight_are_treated_as_asked(rig: Rig, pause: str) -> None:
+    rig.sync("A", "A")
+    with (
+        ThreadPoolExecutor(1) as pool,
+        ws.WeightSender(ws.ModuleSource(rig.models["B"]), [rig.engine]) as sender,
+    ):
+        staged = sender.stage("B")
+        flying = pool.submit(rig.server.complete, PROMPTS[0], 400)
+        # Only a request that is being decoded is in flight.
+        end = Deadline.after(30)
+        while "vllm:num_requests_running" not in (running := _running(rig.server)):
+            end.remaining("the request to run")
+        assert running
+        staged.commit(pause=pause)
+        choice = flying.result(120)["choices"][0]
+    tokens = completions_rollouts({"choices": [choice]})[0].token_ids
+    if pause == "abort":
+        assert choice["finish_reason"] == "abort" and len(tokens) < 400
+    else:
+        assert choice["finish_reason"] == "length" and len(tokens) == 400
+    rig.assert_serves("B")
+
+
+def _running(server: Server) -> str:
+    text = httpx.get(f"{server.url}/metrics", timeout=10, trust_env=False).text
+    return "\n".join(
+        line
+        for line in text.splitlines()
+        if line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0")
+    )
+
+
+def test_a_failed_apply_is_refused_to_clients_and_cured_without_a_restart(rig: Rig) -> None:
+    rig.sync("A", "A")
+    rig.fail_next_apply(20, "raise")
+    with ws.WeightSender(ws.ModuleSource(rig.models["B"]), [rig.engine]) as sender:
+        with pytest.raises(EnginePoisoned, match="broken on purpose"):
+            sender.sync("B")
+        assert rig.version() == "A"
+        with pytest.raises(httpx.HTTPStatusError) as refused:
+            rig.rollouts(PROMPTS)
+        assert refused.value.response.status_code == 400
+        assert "weightsync: this engine may hold a mixture" in refused.value.response.text
+        sender.sync("cured")
+    assert rig.version() == "cured"
+    rig.assert_serves("B")
+
+
+DYING_SENDER = """
+import os, signal, sys
+import weightsync as ws
+from weightsync.testing import build_checkpoint
+
+url, moment, checkpoint = sys.argv[1:]
+engine = ws.connect(url)
+sender = ws.WeightSender(ws.SafetensorsSource(checkpoint), [engine])
+staged = sender.stage("never")
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def then_die(call):
+    def called(*args, **kwargs):
+        call(*args, **kwargs)
+        die()
+    return called
+
+if moment == "staged":
+    die()
+setattr(engine, moment, then_die(getattr(engine, moment)))
+staged.commit()
+"""
+
+
+@pytest.mark.parametrize("moment", ["staged", "begin", "pause", "apply", "finish", "reset_caches"])
+def test_a_sender_that_is_killed_is_followed_by_another_without_a_restart(
+    rig: Rig, moment: str, tmp_path: Path
+) -> None:
+    rig.sync("A", "A")
+    script = tmp_path / "dying_sender.py"
+    script.write_text(textwrap.dedent(DYING_SENDER))
+    target = [f"vllm+{rig.server.url}", moment, str(build_checkpoint(rig.name, "B"))]
+    died = subprocess.run([sys.executable, str(script), *target], timeout=120, check=False)
+    assert died.returncode == -signal.SIGKILL
+    with ws.WeightSender(ws.ModuleSource(rig.models["B"]), [rig.engine]) as sender:
+        sender.sync("after")
+    assert rig.version() == "after"
+    rig.assert_serves("B")
+    assert not rig.engine.is_paused(Deadline.after(10))
+
+
+def test_an_older_sender_learns_that_it_was_superseded(rig: Rig) -> None:
+    old = ws.WeightSender(ws.ModuleSource(rig.models["A"]), [rig.engine])
+    old.sync("old")
+    rig.sync("B", "new")
+    with pytest.raises(Superseded):
+        old.sync("older")
+    old.close()
+    rig.assert_serves("B")
+
+
+def test_every_answer_under_load_is_wholly_old_or_wholly_new(rig: Rig) -> None:
+    rig.sync("A", "A")
+    stop = threading.Event()
+
+    def hammer() -> list:
+        found = []
+        while not stop.is_set():
+            found.append(completions_rollouts(rig.server.complete(PROMPTS[0], 8))[0])
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        flying = [pool.submit(hammer) for _ in range(2)]
+        for version, variant in enumerate("BA" * 8):
+            with ws.WeightSender(ws.ModuleSource(rig.models[variant]), [rig.engine]) as sender:
+                sender.stage(version).commit(pause="wait")
+        stop.set()
+        answers = [answer for future in flying for answer in future.result(60)]
+    wrong = 0
+    for answer in answers:
+        matches = [
+            score(model, PROMPTS[:1], [answer]).max_abs_logprob_difference <= TOLERANCE
+            for model in rig.models.values()
+        ]
+        wrong += not any(matches)
+    assert len(answers) > 10
+    assert wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "says"),
+    [
+        (BACKEND, {"VLLM_SERVER_DEV_MODE": ""}, "VLLM_SERVER_DEV_MODE=1"),
+        ((), {}, "backend None"),
+    ],
+    ids=["no development mode", "no backend"],
+)
+def test_a_server_without_a_flag_is_refused_with_the_command_that_works(
+    flags: tuple[str, ...], env: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    checkpoint = build_checkpoint("qwen2", "A")
+    with vllm_server(checkpoint, tmp_path / "log", *flags, env=env) as server:
+        with pytest.raises(ConnectError) as refused:
+            ws.connect(f"vllm+{server.url}")
+        port = server.url.rpartition(":")[2]
+    assert says in str(refused.value)
+    assert (
+        "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model "
+        f"{checkpoint} --host 127.0.0.1 --port {port} "
+        """--weight-transfer-config '{"backend": "weightsync"}'"""
+    ) in str(refused.value.remedy)
+
+
+def test_nobody_at_the_url_is_an_error_with_the_command() -> None:
+    with pytest.raises(ConnectError, match="no server answers") as refused:
+        ws.connect("vllm+http://127.0.0.1:1")
+    assert "VLLM_SERVER_DEV_MODE=1 python -m" in str(refused.value.remedy)
