@@ -87,7 +87,7 @@ def commit_engine(
             reports = gather(workers, Applied, deadline, update_id=update_id)
         failed = [(w.name, r.error) for w, r in zip(workers, reports, strict=True) if r.error]
         if failed:
-            raise UpdateAborted("; ".join(f"{name}: {error}" for name, error in failed))
+            raise WeightSyncError("; ".join(f"{name}: {error}" for name, error in failed))
         with clock.measure("version"):
             engine.finish(version, deadline)
         with clock.measure("reset"):

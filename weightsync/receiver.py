@@ -82,6 +82,7 @@ class _Staging:
             raise
         self.described = False
         self.seed: int | None = None
+        self.weights: StagedWeights | None = None
 
     def seeds(self) -> NDArray[np.uint64]:
         if self.seed is None:
@@ -156,14 +157,12 @@ class Receiver:
             session = self._session
             try:
                 self._state.expect(update_id, Phase.VERIFIED)
-                if self._staging is None:
-                    raise UpdateRefused(f"update {update_id} has no layout here")
-                staging = self._staging
-                weights = StagedWeights(
-                    staging.manifest, staging.offsets, staging.arena.private_copy()
-                )
+                if self._staging is None or self._staging.weights is None:
+                    raise UpdateRefused(f"update {update_id} was not armed")
+                # Dropped here, so that the mapping goes when the engine lets go of its tensors.
+                weights, self._staging.weights = self._staging.weights, None
                 self._state.apply(update_id)
-            except (WeightSyncError, OSError) as refusal:
+            except UpdateRefused as refusal:
                 # Nothing was touched; another worker may have been, which the sender settles.
                 error = _text(refusal)
         if error is None:
@@ -316,6 +315,15 @@ class Receiver:
 
     def _on_arm(self, session: _Session, message: Arm) -> Message:
         with self._lock:
+            staging = self._staging
+            if staging is None:
+                raise UpdateRefused("no layout has been announced")
+            self._state.expect(message.update_id, Phase.SEALED)
+            try:
+                mapping = staging.arena.private_copy()
+            except OSError as error:
+                raise UpdateRefused(f"the staging memory cannot be mapped: {error}") from error
+            staging.weights = StagedWeights(staging.manifest, staging.offsets, mapping)
             self._state.verify(message.update_id)
             self._holds_pause = message.holds_pause
         return self._ack("arm", message.update_id)
@@ -334,6 +342,8 @@ class Receiver:
     def _on_abort(self, session: _Session, message: Abort) -> Message:
         with self._lock:
             self._state.abort()
+            if self._staging is not None:
+                self._staging.weights = None
         return self._ack("abort", message.update_id)
 
     def _on_poison(self, session: _Session, message: Poison) -> Message:

@@ -46,8 +46,9 @@ def reload_whole(
     with torch.no_grad():
         initialize_layerwise_reload(model)
         model.load_weights(tensors)  # type: ignore[operator]
+        heads = _tied_heads(model)
         finalize_layerwise_reload(model, model_config)
-        _pack_again(model)
+        _pack_again(model, heads)
     return time.perf_counter() - started
 
 
@@ -74,17 +75,31 @@ def undo(model: torch.nn.Module) -> int:
     return count
 
 
-def _pack_again(model: torch.nn.Module) -> None:
-    """Cures of the CPU engine; no layer of another device matches."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+def _tied_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Heads of the CPU engine that compute from a packed copy of a weight they share with another
+    layer. Nothing is loaded under their own name, so layerwise reload leaves their copy as it was.
 
+    Asked between the load and its end: afterwards the record of what was loaded is gone.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, VocabParallelEmbedding)
+        and hasattr(layer, "cpu_linear")
+        and get_layerwise_info(layer).can_load()
+        and get_layerwise_info(layer).load_numel <= 0
+    ]
+
+
+def _pack_again(model: torch.nn.Module, heads: list[torch.nn.Module]) -> None:
+    """Cures of the CPU engine; no layer of another device matches."""
+    for layer in heads:
+        layer.quant_method.process_weights_after_loading(layer)
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        kernel = getattr(method, "moe_kernel", None)
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None and hasattr(kernel.fused_experts, "process_weights_after_loading"):
             # Experts are packed by the kernel that runs them, which layerwise reload does not know.
             kernel.fused_experts.process_weights_after_loading(layer)
-        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
-            # A tied head computes logits from a packed copy of the embedding that was made at
-            # start.
-            method.process_weights_after_loading(layer)

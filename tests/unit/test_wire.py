@@ -369,6 +369,9 @@ BAD_BODIES = {
     "no UTF-8": msgspec.msgpack.encode(EVERY[5]).replace(b"\xa1u", b"\xa1\xff"),
     "deeply nested": b"\x91" * 100_000 + b"\xc0",
     "nested in a field": b"\x82\xa4type\xa7welcome\xa5epoch" + b"\x91" * 100_000 + b"\xc0",
+    "nested in a field that nobody knows": b"\x83\xa4type\xa6commit\xa9update_id\xa1u\xa1x"
+    + b"\x91" * 100_000
+    + b"\xc0",
     "extension": b"\xc7\x04\x05abcd",
     "huge array announced": b"\xdd\xff\xff\xff\xff",
     "huge map announced": b"\xdf\xff\xff\xff\xff",
