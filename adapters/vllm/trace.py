@@ -13,7 +13,7 @@ from weightsync.plan.lint import lint
 from weightsync.plan.trace import trace_loader
 from weightsync.target import Description
 
-__all__ = ["describe", "meta_twin"]
+__all__ = ["describe", "meta_twin", "own_config"]
 
 
 def meta_twin(vllm_config: Any) -> torch.nn.Module:
@@ -24,7 +24,7 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
     """
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    config = _own_config(vllm_config)
+    config = own_config(vllm_config)
     before = torch.get_default_dtype()
     # As vLLM's own loader does: layers take the default dtype unless they say otherwise.
     torch.set_default_dtype(config.model_config.dtype)
@@ -41,13 +41,14 @@ def describe(vllm_config: Any, manifest: Manifest) -> Description:
     from vllm.config import set_current_vllm_config
 
     twin = meta_twin(vllm_config)
-    with set_current_vllm_config(_own_config(vllm_config)):
+    with set_current_vllm_config(own_config(vllm_config)):
         trace = trace_loader(twin, twin.load_weights, manifest)
     packed = getattr(twin, "packed_modules_mapping", None) or {}
     return lint(trace, manifest, dict(twin.named_parameters(remove_duplicate=False)), packed)
 
 
-def _own_config(vllm_config: Any) -> Any:
+def own_config(vllm_config: Any) -> Any:
+    """A copy of the configuration in which no layer is registered."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}

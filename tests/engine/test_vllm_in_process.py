@@ -210,6 +210,39 @@ def test_a_failed_apply_poisons_refuses_at_admission_and_is_cured_by_a_full_upda
     rig.assert_serves("B")
 
 
+def test_the_traced_copies_are_what_the_engines_own_loader_does(rig: Rig) -> None:
+    """Replayed as strided copies on real memory, bit for bit, pads and all."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    from weightsync.adapters.vllm.trace import meta_twin, own_config
+    from weightsync.plan.trace import trace_loader
+
+    config = rig.llm.llm_engine.vllm_config
+    source = ws.ModuleSource(rig.models["B"])
+    manifest = source.manifest()
+    values = dict(rig.models["B"].state_dict())
+    twin = meta_twin(config)
+    with set_current_vllm_config(own_config(config)):
+        trace = trace_loader(twin, twin.load_weights, manifest)
+        with torch.device("cpu"):
+            real = initialize_model(vllm_config=own_config(config))
+        for parameter in real.parameters():
+            parameter.data.fill_(7)
+        real.load_weights((spec.name, values[spec.name]) for spec in manifest.tensors)
+    replayed = {name: torch.full_like(tensor, 7) for name, tensor in real.named_parameters()}
+    for copy in trace.copies:
+        assert copy.source is not None
+        to, origin = copy.destination, copy.source
+        part = values[manifest.tensors[copy.index].name].as_strided(
+            origin.shape, origin.stride, origin.offset
+        )
+        replayed[copy.parameter].as_strided(to.shape, to.stride, to.offset).copy_(part)
+    assert len(trace.copies) == len(manifest) and not trace.failures
+    for name, tensor in real.named_parameters():
+        assert torch.equal(replayed[name], tensor), name
+
+
 def test_an_engine_without_the_backend_is_refused_with_the_remedy() -> None:
     from vllm import LLM
 

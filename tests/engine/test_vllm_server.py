@@ -195,6 +195,25 @@ def test_a_sender_that_is_killed_is_followed_by_another_without_a_restart(
     assert not rig.engine.is_paused(Deadline.after(10))
 
 
+def test_the_example_script_trains_and_syncs(rig: Rig) -> None:
+    script = HERE.parents[1] / "examples" / "sync_after_each_step.py"
+    model = str(build_checkpoint(rig.name, "A"))
+    done = subprocess.run(
+        [sys.executable, str(script), model, rig.server.url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        "step 1",
+        "step 2",
+        "step 3",
+    ]
+    assert rig.version() == "3"
+
+
 def test_an_older_sender_learns_that_it_was_superseded(rig: Rig) -> None:
     old = ws.WeightSender(ws.ModuleSource(rig.models["A"]), [rig.engine])
     old.sync("old")

@@ -803,6 +803,13 @@ def test_a_damaged_file_is_refused_by_name(damage: str, tmp_path: Path) -> None:
         assert str(file) in str(caught.value)
 
 
+@pytest.mark.parametrize("length", [1000, 2**20, 2**40, 2**63, 2**64 - 1])
+def test_a_header_longer_than_its_file_is_not_even_read(length: int, tmp_path: Path) -> None:
+    file = write(tmp_path / "model.safetensors", {"w": F32}, bytes(8), length=length)
+    with pytest.raises(SourceError, match=f"header claims {length} bytes"):
+        SafetensorsSource(file)
+
+
 @pytest.mark.parametrize("nbytes", range(9))
 def test_a_file_shorter_than_a_header_is_refused_by_name(nbytes: int, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
@@ -951,6 +958,24 @@ def test_a_damaged_index_is_refused_by_name(damage: Any, tmp_path: Path) -> None
     with pytest.raises(SourceError) as caught:
         SafetensorsSource(directory)
     assert "model.safetensors.index.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [outside, absolute, parent, empty_name])
+def test_an_index_leads_to_no_file_elsewhere(
+    damage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    sharded(directory, CHECKPOINT)
+    damage(directory)
+    opened: list[Path] = []
+    read_file = safetensors_file._read_file
+    monkeypatch.setattr(
+        safetensors_file, "_read_file", lambda file: opened.append(file) or read_file(file)
+    )
+    with pytest.raises(SourceError, match="expected a file beside it"):
+        SafetensorsSource(directory)
+    assert all(file.parent == directory for file in opened)
 
 
 def test_a_damaged_shard_is_refused_by_its_own_name(tmp_path: Path) -> None:
