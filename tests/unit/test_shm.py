@@ -375,3 +375,17 @@ def test_an_unreadable_cgroup_leaves_it_to_the_host(file: str, proc: Path, tmp_p
 
 def test_this_machine_has_some_memory() -> None:
     assert available_memory()[0] > NBYTES
+
+
+def test_every_cgroup_above_this_process_binds_it(proc: Path, tmp_path: Path) -> None:
+    root = cgroup_v2(tmp_path, "max", 0)
+    inner = root / "jobs" / "trainer"
+    inner.mkdir(parents=True)
+    for path, limit, used in ((root / "jobs", 3 * GB, GB), (inner, 5 * GB, GB)):
+        (path / "memory.max").write_text(f"{limit}\n")
+        (path / "memory.current").write_text(f"{used}\n")
+        (path / "memory.stat").write_text("inactive_file 0\n")
+    assert available_memory(proc, root)[0] == 8 * GB, "without knowing its own cgroup"
+    (proc / "self").mkdir()
+    (proc / "self" / "cgroup").write_text("0::/jobs/trainer\n")
+    assert available_memory(proc, root) == (2 * GB, "cgroup limit memory.max")

@@ -339,6 +339,28 @@ def test_what_goes_through_arithmetic_has_no_source_but_keeps_its_name() -> None
     assert copy.source is None and copy.index == manifest.index["norm.weight"]
 
 
+@pytest.mark.parametrize(
+    "spelled", [lambda w: w.bfloat16(), lambda w: w.half().view(-1).to(torch.bfloat16)]
+)
+def test_a_cast_that_hides_in_the_loader_is_a_problem_too(spelled) -> None:
+    def casting(engine: Engine, weights: Weights) -> None:
+        for name, weight in weights:
+            if name == "norm.weight":
+                engine.norm.weight.data.copy_(spelled(weight))
+            else:
+                engine.load_weights([(name, weight)])
+
+    def engine() -> Engine:
+        found = Engine()
+        found.norm.weight = torch.nn.Parameter(
+            torch.empty(H, dtype=torch.bfloat16, device="meta"), requires_grad=False
+        )
+        return found
+
+    trace, description = traced(engine, manifest_of(CHECKPOINT), casting)
+    assert [(p.kind, p.name) for p in description.problems] == [("dtype", "norm.weight")]
+
+
 def test_only_the_parts_that_are_not_whole_are_described_as_partial() -> None:
     manifest = manifest_of(CHECKPOINT)
     assert traced(Engine, manifest)[1].partial == ()

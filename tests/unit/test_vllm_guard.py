@@ -44,7 +44,7 @@ def worker(reason: str, engine: str = "1.abc") -> subprocess.Popen[str]:
 def test_requests_are_refused_with_the_reason_while_any_worker_is_poisoned() -> None:
     AdmissionGuard.validate_params(None)
     first, second = worker("rank 0 broke"), worker("rank 1 broke")
-    with pytest.raises(ValueError, match="weightsync: .* broke"):
+    with pytest.raises(ValueError, match=r"weightsync: .* broke"):
         AdmissionGuard.validate_params(None)
     for process in (first, second):
         with pytest.raises(ValueError, match="broke"):

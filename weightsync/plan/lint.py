@@ -87,7 +87,7 @@ def _casts(name: str, copies: Sequence[Copy]) -> list[Problem]:
     wrong = {
         copy.destination_dtype
         for copy in copies
-        if copy.source is not None and copy.source_dtype != copy.destination_dtype
+        if copy.source_dtype != copy.destination_dtype
     }
     return [
         Problem("dtype", name, f"is sent as {copies[0].source_dtype}, the engine holds {dtype}")

@@ -45,10 +45,11 @@ class Copy:
 
     Attributes:
         index: of the checkpoint tensor in the manifest.
-        source: part of it, None if it went through arithmetic that the trace cannot see through.
+        source: part of it, None if it went through arithmetic or a cast of the loader's own.
         parameter: canonical name of the destination.
         destination: part of it.
-        source_dtype, destination_dtype: torch dtypes; they differ where the loader casts.
+        source_dtype: of the checkpoint tensor, or of what arithmetic made of it.
+        destination_dtype: of the parameter; another one where the loader casts.
     """
 
     index: int
@@ -155,6 +156,9 @@ class _Recorder(TorchDispatchMode):
         self._index_of = index_of
         self._destinations = destinations
         self._shapes = shapes
+        # A loader's own casts, by the storage of their result: which tensor, and its dtype before.
+        # The results are kept, so that no storage is mistaken for one that was freed.
+        self._casts: dict[int, tuple[int, torch.dtype, torch.Tensor]] = {}
         self.current = -1
 
     def __torch_dispatch__(
@@ -176,7 +180,18 @@ class _Recorder(TorchDispatchMode):
             if found is not None:
                 self._trace.fills.append((found[0], _region(args[0], found[1])))
                 return args[0]
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if packet is torch.ops.aten._to_copy:
+            self._cast(args[0], result)
+        return result
+
+    def _cast(self, origin: torch.Tensor, result: torch.Tensor) -> None:
+        storage = _storage(origin)
+        if storage in self._index_of:
+            self._casts[_storage(result)] = (self._index_of[storage], origin.dtype, result)
+        elif storage in self._casts:
+            index, dtype, _ = self._casts[storage]
+            self._casts[_storage(result)] = (index, dtype, result)
 
     def _copy(
         self, found: tuple[str, torch.Size], destination: torch.Tensor, source: torch.Tensor
@@ -184,6 +199,9 @@ class _Recorder(TorchDispatchMode):
         name, shape = found
         index = self._index_of.get(_storage(source))
         region = None if index is None else _region(source, self._shapes[index])
+        dtype = source.dtype
+        if index is None and _storage(source) in self._casts:
+            index, dtype, _ = self._casts[_storage(source)]
         if destination.shape != source.shape:
             # copy_ would broadcast; a weight that is spread over a parameter is never meant.
             raise ValueError(
@@ -195,7 +213,7 @@ class _Recorder(TorchDispatchMode):
                 source=region,
                 parameter=name,
                 destination=_region(destination, shape),
-                source_dtype=source.dtype,
+                source_dtype=dtype,
                 destination_dtype=destination.dtype,
             )
         )

@@ -66,21 +66,13 @@ def available_memory(
         if line.startswith("MemAvailable:"):
             host = int(line.split()[1]) * 1024
     candidates = [(host, "MemAvailable of the host")]
-    for limit, usage, stat, cache in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
+    for directory, limit, usage, cache in _cgroups(proc, cgroup):
         try:
-            allowed = (cgroup / limit).read_text().strip()
-            used = int((cgroup / usage).read_text())
+            allowed = (directory / limit).read_text().strip()
+            used = int((directory / usage).read_text())
             reclaimable = [
                 int(line.split()[1])
-                for line in (cgroup / stat).read_text().splitlines()
+                for line in (directory / "memory.stat").read_text().splitlines()
                 if line.split()[0] == cache
             ]
         except (OSError, ValueError, IndexError):
@@ -88,6 +80,25 @@ def available_memory(
         if allowed != "max":
             candidates.append((int(allowed) - used + sum(reclaimable), f"cgroup limit {limit}"))
     return min(candidates)
+
+
+def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Directories whose limits bind this process (its own cgroup and all above it), each with the
+    names of its limit, its usage, and the reclaimable part of its statistics."""
+    v2 = ("memory.max", "memory.current", "inactive_file")
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    own = {"v2": "/", "v1": "/"}
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                own["v2"] = path
+            elif "memory" in controllers.split(","):
+                own["v1"] = path
+    for base, path, names in ((root, own["v2"], v2), (root / "memory", own["v1"], v1)):
+        inner = Path(path.lstrip("/"))
+        for part in (inner, *inner.parents):
+            yield (base / part, *names)
 
 
 class ShmArena:
