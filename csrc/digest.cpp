@@ -52,7 +52,8 @@ void scalar_kernel(Sums& sums, const uint8_t* source, uint8_t* destination, size
 #if WEIGHTSYNC_X86
 
 // The hardware prefetcher stops at every page and looks too short a way ahead for a loop this cheap.
-// Measured on 256 MiB: streaming copies gain 40%, plain digests nothing; 1 to 4 KiB ahead are alike.
+// Measured on 256 MiB: AVX-512 streaming copies with digests gain about 40%, plain AVX-512 digests nothing
+// measurable, AVX2 5 to 10%; 1 to 4 KiB ahead are alike.
 // Asking for lines beyond the end of a buffer is harmless: a prefetch never faults.
 constexpr size_t kPrefetchBytes = 2048;
 
@@ -217,6 +218,7 @@ void digest_one(Sums& sums, const Span& span, const Kernels& kernels, Write writ
     uint8_t* destination = span.destination;
     uint64_t start = span.start;
     size_t left = span.nbytes;
+    count_bytes(sums, span.nbytes, span.seed);
     const bool copies = write != Write::none;
     // A word read once is copied and digested from the same register: another writer in between cannot
     // make the digest speak of bytes that were not copied. The partial words get the same care.

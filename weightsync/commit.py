@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from weightsync.control import Worker, ask_all, gather
 from weightsync.deadline import Deadline
 from weightsync.engines.base import Engine, PauseMode
-from weightsync.errors import EnginePoisoned, UpdateAborted, WeightSyncError
+from weightsync.errors import EnginePoisoned, NotResumed, UpdateAborted, WeightSyncError
+from weightsync.messages import Abort, Ack, Applied, Arm, Commit, Digests, Poison, Resumed
 from weightsync.receipt import EngineReceipt, WorkerReceipt
-from weightsync.wire import Abort, Ack, Applied, Arm, Commit, Digests, Poison, Resumed
 
 __all__ = ["commit_engine", "release_pause"]
 
@@ -58,15 +58,16 @@ def commit_engine(
     Raises:
         UpdateAborted: before anything was applied; the engine serves the old version.
         EnginePoisoned: later; the engine refuses to serve until a full update cures it.
+        NotResumed: last of all; the new weights are whole, but the engine is still paused.
     """
     clock = _Clock()
     ours = False
     try:
         # A pause that somebody else asked for stays; one that a failed update left is ours.
         paused = engine.is_paused(deadline)
-        ours = not paused or any(worker.holds_pause for worker in workers)
+        ours = not paused or any(worker.status.holds_pause for worker in workers)
         arm = Arm(update_id=update_id, holds_pause=ours)
-        ask_all(workers, arm, Ack, deadline, update_id=update_id)
+        ask_all(workers, arm, Ack, deadline, belongs_to=update_id)
         engine.begin(deadline)
         started = time.perf_counter()
         if not paused:
@@ -84,20 +85,15 @@ def commit_engine(
     try:
         with clock.measure("apply"):
             engine.apply(update_id, deadline)
-            reports = gather(workers, Applied, deadline, update_id=update_id)
+            reports = gather(workers, Applied, deadline, belongs_to=update_id)
         failed = [(w.name, r.error) for w, r in zip(workers, reports, strict=True) if r.error]
         if failed:
             raise WeightSyncError("; ".join(f"{name}: {error}" for name, error in failed))
-        with clock.measure("version"):
-            engine.finish(version, deadline)
+        with clock.measure("finish"):
+            engine.finish(deadline)
         with clock.measure("reset"):
             engine.reset_caches(deadline, recompute=pause == "keep")
-        ask_all(workers, Commit(update_id=update_id), Ack, deadline, update_id=update_id)
-        if ours:
-            with clock.measure("resume"):
-                engine.resume(deadline)
-        paused_seconds = time.perf_counter() - started
-        release_pause(workers, update_id, deadline)
+        ask_all(workers, Commit(update_id=update_id), Ack, deadline, belongs_to=update_id)
     except BaseException as error:
         _poison(engine, workers, update_id, str(error))
         if not isinstance(error, WeightSyncError):
@@ -107,6 +103,10 @@ def commit_engine(
             f"mixture of versions and refuses requests. {error}",
             remedy="sync a full update: it cures the engine without a restart",
         ) from error
+    for worker in workers:
+        worker.is_now(poisoned=None, version=version, holds_pause=ours)
+    _announce(engine, workers, update_id, version, ours, clock, deadline)
+    paused_seconds = time.perf_counter() - started
     return EngineReceipt(
         name=engine.name,
         engine=workers[0].description,
@@ -117,7 +117,6 @@ def commit_engine(
             WorkerReceipt(
                 name=worker.name,
                 device=worker.device,
-                nbytes=digest.nbytes,
                 verify_seconds=digest.seconds,
                 apply_seconds=report.seconds,
                 load_seconds=report.load_seconds,
@@ -127,11 +126,41 @@ def commit_engine(
     )
 
 
+def _announce(
+    engine: Engine,
+    workers: Sequence[Worker],
+    update_id: str,
+    version: str,
+    resume: bool,
+    clock: _Clock,
+    deadline: Deadline,
+) -> None:
+    """All is applied: the version counts, and the engine goes on. Tried twice; never poisons."""
+    for last in (False, True):
+        try:
+            with clock.measure("version"):
+                engine.set_version(version, deadline)
+            with clock.measure("resume"):
+                if resume:
+                    engine.resume(deadline)
+                    release_pause(workers, update_id, deadline)
+            return
+        except Exception as error:
+            if last:
+                raise NotResumed(
+                    f"{engine.name}: update {update_id} is applied and proven on every worker, but "
+                    f"the engine could not be told so: {error}",
+                    remedy="sync again, or resume the engine; its weights are whole",
+                ) from error
+            log.warning("%s, once more: %s", engine.name, error)
+            deadline = Deadline.after(SETTLE_SECONDS)
+
+
 def release_pause(workers: Sequence[Worker], update_id: str, deadline: Deadline) -> None:
     """Tell an engine's workers that it was resumed: nobody has to do it for this sender."""
-    ask_all(workers, Resumed(update_id=update_id), Ack, deadline, update_id=update_id)
+    ask_all(workers, Resumed(update_id=update_id), Ack, deadline, belongs_to=update_id)
     for worker in workers:
-        worker.holds_pause = False
+        worker.is_now(holds_pause=False)
 
 
 def _unwind(
@@ -140,8 +169,8 @@ def _unwind(
     """Nothing was applied: leave the engine as it was found."""
     deadline = Deadline.after(SETTLE_SECONDS)
     message = Abort(update_id=update_id, reason=reason[:1000])
-    _try(lambda: ask_all(workers, message, Ack, deadline, update_id=update_id))
-    _try(lambda: engine.finish(None, deadline))
+    _try(lambda: ask_all(workers, message, Ack, deadline, belongs_to=update_id))
+    _try(lambda: engine.finish(deadline))
     if resume:
         _try(lambda: engine.resume(deadline))
         _try(lambda: release_pause(workers, update_id, deadline))
@@ -153,8 +182,8 @@ def _poison(engine: Engine, workers: Sequence[Worker], update_id: str, reason: s
     message = Poison(update_id=update_id, reason=reason[:1000])
     for worker in workers:
         one = [worker]
-        _try(lambda one=one: ask_all(one, message, Ack, deadline, update_id=update_id))  # type: ignore[misc]
-    _try(lambda: engine.finish(None, deadline))
+        _try(lambda one=one: ask_all(one, message, Ack, deadline, belongs_to=update_id))  # type: ignore[misc]
+    _try(lambda: engine.finish(deadline))
     # Requests that are frozen in flight would wait for a cure that may never come: end them.
     _try(lambda: engine.pause("abort", deadline))
 

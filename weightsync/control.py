@@ -8,10 +8,13 @@ scheduled.
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -19,14 +22,14 @@ from weightsync.errors import (
     PeerLost,
     ProtocolError,
     Superseded,
+    TransportError,
     UpdateRefused,
 )
-from weightsync.runtime import OwnedDirectory, remove_stale
-from weightsync.wire import (
+from weightsync.messages import (
     PROTOCOL,
     Ack,
     Applied,
-    Channel,
+    Described,
     Digests,
     Hello,
     Joined,
@@ -34,10 +37,16 @@ from weightsync.wire import (
     Refused,
     Welcome,
     WorkerStatus,
-    check_peer,
 )
+from weightsync.runtime import OwnedDirectory, remove_stale
+from weightsync.wire import Channel, check_peer
 
 __all__ = ["Listener", "Worker", "ask_all", "close_all", "gather", "lost"]
+
+log = logging.getLogger("weightsync.sender")
+
+HELLO_SECONDS = 10.0
+"""How long somebody who dialled in may take to introduce himself."""
 
 M = TypeVar("M", bound=Message)
 
@@ -48,8 +57,7 @@ class Worker:
     Attributes:
         name: for messages: engine and rank.
         rank: among the engine's workers.
-        status: when this sender took it over.
-        holds_pause: a sender, this one or one before it, paused the engine and has not resumed it.
+        status: when this sender took it over, or as changed by this sender since.
     """
 
     def __init__(self, engine: str, hello: Hello, channel: Channel) -> None:
@@ -59,27 +67,42 @@ class Worker:
         self.device = hello.device
         self.description = hello.engine
         self.status: WorkerStatus = hello.status
-        self.holds_pause = False
         self.channel = channel
         channel.peer = self.name
 
+    def is_now(self, **changes: Any) -> None:
+        """Note what this worker has acknowledged."""
+        self.status = msgspec.structs.replace(self.status, **changes)
+
 
 class Listener:
-    """A socket in a directory of its own, which disappears with it or at the next start after a
-    crash."""
+    """A socket in a private directory, which goes with it, or at the next start after a crash.
+
+    One for each time that a sender opens a session: whoever was told of an earlier one and comes
+    late finds nobody.
+
+    Raises:
+        TransportError: the runtime directory cannot hold a socket.
+    """
 
     def __init__(self) -> None:
         remove_stale("session")
         self._directory = OwnedDirectory("session")
         self.path = str(self._directory.path / "control")
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.bind(self.path)
-        self._sock.listen(1024)
-        self._sock.setblocking(False)
+        try:
+            self._sock.bind(self.path)
+            self._sock.listen(1024)
+            self._sock.setblocking(False)
+        except OSError as error:
+            self.close()
+            raise TransportError(
+                f"cannot listen at {self.path}: {error}",
+                remedy="a socket's path has at most 107 bytes: set XDG_RUNTIME_DIR to a short one",
+            ) from error
 
     def accept(self, expected: Mapping[str, tuple[str, int]], deadline: Deadline) -> list[Worker]:
-        """Let all workers of some engines in, and take them over under an epoch above any they
-        know.
+        """Let all workers of some engines in, and take them over under the next epoch.
 
         Args:
             expected: by session token: the engine's name and its number of workers.
@@ -90,43 +113,45 @@ class Listener:
 
         Raises:
             DeadlineExceeded: names those who did not come.
-            ProtocolError: another protocol, an unknown session, or two workers of one rank.
+            ProtocolError: a worker that was expected speaks another protocol, or comes twice.
         """
         found: dict[tuple[str, int], Worker] = {}
         awaited = {(token, r) for token, (_, n) in expected.items() for r in range(n)}
         try:
             while awaited - found.keys():
-                channel = Channel(self._accept_one(_names(expected, awaited, found), deadline), "?")
+                arrival = self._accept_one(_names(expected, awaited, found), deadline)
+                if arrival is None:
+                    continue
+                hello, channel = arrival
+                if hello.session not in expected:
+                    log.warning("process %d dialled in with an unknown session", hello.pid)
+                    channel.close()
+                    continue
                 try:
-                    hello = channel.receive(deadline.sooner(30.0))
                     worker = _admit(hello, channel, expected)
-                    key = (hello.session, hello.rank)  # type: ignore[attr-defined]
-                    if key in found:
+                    if (hello.session, hello.rank) in found:
                         raise ProtocolError(f"{worker.name} dialled in twice")
                 except BaseException:
                     channel.close()
                     raise
-                found[key] = worker
-            workers = [
-                found[key]
-                for key in sorted(found, key=lambda k: (list(expected).index(k[0]), k[1]))
-            ]
+                found[hello.session, hello.rank] = worker
+            order = list(expected)
+            workers = [found[key] for key in sorted(found, key=lambda k: (order.index(k[0]), k[1]))]
             epoch = 1 + max(worker.status.epoch for worker in workers)
             answers = ask_all(workers, Welcome(epoch=epoch), Joined, deadline)
         except BaseException:
-            for worker in found.values():
-                worker.channel.close()
+            close_all(list(found.values()))
             raise
         for worker, answer in zip(workers, answers, strict=True):
             worker.status = answer.status
-            worker.holds_pause = answer.status.holds_pause
         return workers
 
     def close(self) -> None:
         self._sock.close()
         self._directory.close()
 
-    def _accept_one(self, awaited: str, deadline: Deadline) -> socket.socket:
+    def _accept_one(self, awaited: str, deadline: Deadline) -> tuple[Hello, Channel] | None:
+        """The next one who introduces itself properly; None where somebody else was turned away."""
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         while True:
@@ -141,14 +166,23 @@ class Listener:
                 ) from error
             try:
                 sock, _ = self._sock.accept()
+                break
             except BlockingIOError:
                 continue
-            try:
-                check_peer(sock)
-            except ProtocolError:
-                sock.close()
-                raise
-            return sock
+        channel = Channel(sock, "somebody who dialled in")
+        try:
+            check_peer(sock)
+            hello = channel.receive(deadline.sooner(HELLO_SECONDS))
+            if not isinstance(hello, Hello):
+                raise ProtocolError(f"{type(hello).__name__} came where a hello belongs")
+        except TransportError as error:
+            log.warning("turned away: %s", error)
+            channel.close()
+            return None
+        except BaseException:
+            channel.close()
+            raise
+        return hello, channel
 
 
 def ask_all(
@@ -157,7 +191,7 @@ def ask_all(
     answer: type[M],
     deadline: Deadline,
     *,
-    update_id: str = "",
+    belongs_to: str = "",
     fd: int | None = None,
 ) -> list[M]:
     """Send one message to all workers and gather one answer from each."""
@@ -168,7 +202,7 @@ def ask_all(
             lost([worker])  # it may have said why before it hung up
             raise
     of = str(message.__struct_config__.tag)
-    return gather(workers, answer, deadline, update_id=update_id, of=of)
+    return gather(workers, answer, deadline, belongs_to=belongs_to, of=of)
 
 
 def gather(
@@ -176,12 +210,13 @@ def gather(
     answer: type[M],
     deadline: Deadline,
     *,
-    update_id: str = "",
+    belongs_to: str = "",
     of: str = "",
 ) -> list[M]:
     """One answer of that type from each worker, in the workers' order.
 
-    Late answers, to an earlier update or to another message than ``of``, are dropped.
+    Late answers, to another update or layout than ``belongs_to`` or to another message than ``of``,
+    are dropped.
 
     Raises:
         DeadlineExceeded: names the workers that are silent.
@@ -198,7 +233,7 @@ def gather(
         for number, worker in list(waiting.items()):
             message = worker.channel.poll()
             while message is not None and number in waiting:
-                if _late(message, answer, update_id, of):
+                if _late(message, answer, belongs_to, of):
                     pass
                 elif isinstance(message, Refused):
                     _refuse(worker, message)
@@ -219,13 +254,14 @@ def gather(
         poller.poll(deadline.remaining(f"{answer.__name__} from {names}") * 1000)
 
 
-def _late(message: Message, answer: type[Message], update_id: str, of: str) -> bool:
-    if getattr(message, "update_id", "") not in ("", update_id):
+def _late(message: Message, answer: type[Message], belongs_to: str, of: str) -> bool:
+    found = getattr(message, "update_id", None) or getattr(message, "manifest_hash", None)
+    if found is not None and found != belongs_to:
         return True
     if isinstance(message, Ack):
         return message.of != of
     # An update that failed is settled without waiting for what its workers still had to say.
-    return answer is Ack and isinstance(message, Applied | Digests)
+    return answer is Ack and isinstance(message, Applied | Digests | Described)
 
 
 def _refuse(worker: Worker, message: Refused) -> None:
@@ -237,17 +273,13 @@ def _refuse(worker: Worker, message: Refused) -> None:
     raise UpdateRefused(f"{worker.name} refused {message.of!r}: {message.reason}")
 
 
-def _admit(hello: Message, channel: Channel, expected: Mapping[str, tuple[str, int]]) -> Worker:
-    if not isinstance(hello, Hello):
-        raise ProtocolError(f"a worker said {type(hello).__name__} where a hello belongs")
+def _admit(hello: Hello, channel: Channel, expected: Mapping[str, tuple[str, int]]) -> Worker:
+    engine, count = expected[hello.session]
     if hello.protocol != PROTOCOL:
         raise ProtocolError(
-            f"an engine speaks protocol {hello.protocol}, this sender {PROTOCOL}",
+            f"{engine} speaks protocol {hello.protocol}, this sender {PROTOCOL}",
             remedy="install the same weightsync for trainer and engine",
         )
-    if hello.session not in expected:
-        raise ProtocolError("a worker dialled in with a session that nobody opened")
-    engine, count = expected[hello.session]
     if hello.world_size != count or not 0 <= hello.rank < count:
         raise ProtocolError(
             f"{engine} has {count} workers, but one came as {hello.rank} of {hello.world_size}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
 from weightsync.errors import DeadlineExceeded
 
 __all__ = ["Deadline"]
+
+_LONGEST = 1e6
+"""Seconds; `poll` takes a 32-bit number of milliseconds. Waits longer than that wake up once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Deadline:
         return cls(time.monotonic() + seconds, seconds)
 
     def remaining(self, awaited: str) -> float:
-        """Seconds left, always positive.
+        """Seconds left, always positive, and few enough for every call of the kernel.
 
         Raises:
             DeadlineExceeded: it has passed; the error names ``awaited``.
@@ -35,7 +39,15 @@ class Deadline:
         left = self.at - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(awaited, self.seconds)
-        return left
+        return min(left, _LONGEST)
+
+    def rest(self, seconds: float, awaited: str) -> None:
+        """Let a moment pass before somebody else's state is asked for again.
+
+        Raises:
+            DeadlineExceeded: the deadline has passed; the error names ``awaited``.
+        """
+        threading.Event().wait(min(seconds, self.remaining(awaited)))
 
     def sooner(self, seconds: float) -> Deadline:
         """This deadline, or one ``seconds`` from now if that is earlier."""

@@ -7,11 +7,15 @@ and ``b`` (high)::
     K = mix(w + seed)      k0 = low32(K) | 1      k1 = high32(K)
     F = (sum a*k0 + b*k1,  sum a*k1 - b*k0)       each modulo 2**64
 
+Zero bytes add nothing to these sums: without more, an all-zero tensor that was skipped would go
+unnoticed. So the number of bytes ``n`` is one more term, ``(n*k0, n*k1)`` under the key of word
+``2**64 - 1``, which no tensor has. It is linear in ``n``, and ``k0`` is odd: zeros too few or too
+many always show.
+
 Digests of disjoint parts add up to the digest of the whole, whatever the parts are and wherever
-they lie. A change inside one word is always caught. Any other corruption that was fixed before the
-seed was drawn is missed with probability at most 2**-61. Two limits: a digest is no authentication
-code (who knows the seed can forge one), and zero bytes contribute nothing, so byte counts must be
-compared too.
+they lie; an empty part adds nothing. A change inside one word is always caught. Any other
+corruption that was fixed before the seed was drawn is missed with probability at most 2**-61. One
+limit: a digest is no authentication code (who knows the seed can forge one).
 
     identities = tensor_identities(["w"], ["BF16"], [[4096, 4096]])     # once per manifest
     seeds = derive_seeds(update_seed, identities)                       # once per update
@@ -38,6 +42,7 @@ U64Like: TypeAlias = Sequence[int] | NDArray[Any]
 
 _MASK = (1 << 64) - 1
 _MIX_MULTIPLIER = 0xD6E8FEB86659FD93
+_COUNT_WORD = _MASK  # its key counts bytes
 _IDENTITY_DOMAIN = b"weightsync/id/1"
 # Fractional digits of the golden ratio, of sqrt 2 and of sqrt 3: they set the rounds of
 # `derive_seeds` apart and keep an all-zero input away from zero, which `mix` maps to itself.
@@ -259,7 +264,8 @@ def digest_bytes(buffer: Buffer, *, start: int = 0, seed: int) -> Digest:
 def reference_digest(data: bytes, *, start: int, seed: int) -> Digest:
     """The definition, byte by byte and slow, for tests to hold the kernels against.
 
-    Each byte counts as a word of its own in which all other bytes are zero.
+    Each byte counts as a word of its own in which all other bytes are zero; the number of bytes
+    is added in Python's own unbounded integers.
     """
     positions = (start + np.arange(len(data), dtype=np.uint64)).astype(np.uint64)
     shifts = (positions & np.uint64(7)) * np.uint64(8)
@@ -270,7 +276,11 @@ def reference_digest(data: bytes, *, start: int, seed: int) -> Digest:
     k0, k1 = (keys & low32) | one, keys >> half
     first = (a * k0 + b * k1).sum(dtype=np.uint64)
     second = (a * k1 - b * k0).sum(dtype=np.uint64)
-    return Digest(int(first), int(second))
+    count_key = int(_mix(np.array([(_COUNT_WORD + seed) & _MASK], dtype=np.uint64))[0])
+    count0, count1 = (count_key & 0xFFFFFFFF) | 1, count_key >> 32
+    return Digest(
+        (int(first) + len(data) * count0) & _MASK, (int(second) + len(data) * count1) & _MASK
+    )
 
 
 def _mix(x: U64Array) -> U64Array:

@@ -18,6 +18,7 @@ part alone.
         ProofFailed           a digest differs; the update was aborted, old weights intact
         UpdateAborted         given up before anything was applied; old weights intact
         EnginePoisoned        an engine may hold a mixture and refuses to serve
+        NotResumed            all is applied, but the engine could not be told so
         Superseded            a newer sender has taken over
 """
 
@@ -33,6 +34,7 @@ __all__ = [
     "EnginePoisoned",
     "ManifestError",
     "MemoryShort",
+    "NotResumed",
     "PeerLost",
     "PlanRefused",
     "Problem",
@@ -72,7 +74,7 @@ class ConnectError(WeightSyncError):
     """An engine cannot be reached or lacks something that an update needs."""
 
 
-ProblemKind = Literal["unknown", "missing", "shape", "dtype", "duplicate", "loader"]
+ProblemKind = Literal["unknown", "missing", "shape", "dtype", "duplicate", "loader", "engine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,14 @@ class MemoryShort(TransportError):
 
 
 class UpdateError(WeightSyncError):
-    """An update that did not end in a receipt."""
+    """An update that did not end in a receipt.
+
+    Attributes:
+        succeeded: of several engines, what came of those that went well (their
+            `weightsync.receipt.EngineReceipt`, where they were committed).
+    """
+
+    succeeded: tuple[object, ...] = ()
 
 
 class UpdateRefused(UpdateError):
@@ -202,6 +211,13 @@ class UpdateAborted(UpdateError):
 class EnginePoisoned(UpdateError):
     """An engine may hold a mixture of versions. It refuses to serve until a full update cures
     it."""
+
+
+class NotResumed(UpdateError):
+    """The update is applied and proven on every worker, but the engine could not be told so.
+
+    It is still paused, or still reports its old version. The next sync, or a resume, ends that.
+    """
 
 
 class Superseded(UpdateError):

@@ -24,7 +24,6 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     Attributes:
         name: engine and rank.
         device: torch's name of its device.
-        nbytes: that it read and digested.
         verify_seconds: that its digests took, while the engine was generating.
         apply_seconds: that applying took on this worker.
         load_seconds: thereof in the engine's own loader.
@@ -32,7 +31,6 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
 
     name: str
     device: str
-    nbytes: int
     verify_seconds: float
     apply_seconds: float
     load_seconds: float

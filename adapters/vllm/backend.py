@@ -7,10 +7,9 @@ vLLM's calls mean here:
     update   apply the update that was staged, proven and armed before
     finish   nothing that could fail
 
-None of them raises: at tensor parallelism above one, an exception on one rank would leave the
-    other ranks' replies in vLLM's
-queue, and every later call would get an earlier one's answer. Results travel on the receiver's own
-socket.
+None of them raises: at tensor parallelism above one, an exception on one rank would leave the other
+ranks' replies in vLLM's queue, and every later call would get an earlier one's answer. Results
+travel on the receiver's own socket.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ class WeightSyncBackend(WeightTransferEngine[SessionInfo, UpdateInfo]):
         parallel = vllm_config.parallel_config
         world_size = parallel.world_size * parallel.data_parallel_size
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver = Receiver(
-            VllmTarget(model, vllm_config, device), rank=rank, world_size=world_size
-        )
+        self._target = VllmTarget(model, vllm_config, device)
+        self._receiver = Receiver(self._target, rank=rank, world_size=world_size)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> SessionInfo:
         return SessionInfo(
@@ -94,4 +92,13 @@ class WeightSyncBackend(WeightTransferEngine[SessionInfo, UpdateInfo]):
         self._receiver.finish()
 
     def shutdown(self) -> None:
-        self._receiver.close()
+        try:
+            self._receiver.close()
+        except Exception:
+            log.exception("shutdown failed")
+
+    def __del__(self) -> None:
+        # vLLM also calls `shutdown` to let one trainer go; the mark lives as long as the worker.
+        target = getattr(self, "_target", None)
+        if target is not None:
+            target.close()

@@ -4,6 +4,7 @@ nothing of vLLM."""
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ class VllmServer:
     Args:
         url: ``http://host:port``.
         name: for messages; the URL by default.
+        headers: sent with every request, for instance an API key.
 
     Raises:
         ConnectError: nobody answers there, or the server lacks a flag; says the exact command that
@@ -32,24 +34,29 @@ class VllmServer:
 
     in_process = False
 
-    def __init__(self, url: str, *, name: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, name: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
         self._url = url.rstrip("/")
         self.name = name or f"vllm+{self._url}"
-        self._http = httpx.Client(base_url=self._url, timeout=CONNECT_SECONDS, trust_env=False)
+        self._http = httpx.Client(
+            base_url=self._url, timeout=CONNECT_SECONDS, trust_env=False, headers=headers
+        )
         self._session_open = False
+        self._multimodal = False
         try:
             self.workers = self._preflight(Deadline.after(CONNECT_SECONDS))
         except BaseException:
             self._http.close()
             raise
 
-    def open_session(self, path: str, session: str, deadline: Deadline) -> None:
-        info = {"path": path, "session": session}
+    def open_session(self, path: str, token: str, deadline: Deadline) -> None:
+        info = {"path": path, "session": token}
         self._post("/init_weight_transfer_engine", deadline, {"init_info": info})
 
     def prepare(self, deadline: Deadline) -> None:
         self.begin(deadline)
-        self.finish(None, deadline)
+        self.finish(deadline)
 
     def is_paused(self, deadline: Deadline) -> bool:
         return bool(self._get("/is_paused", deadline).get("is_paused"))
@@ -69,26 +76,28 @@ class VllmServer:
     def apply(self, update_id: str, deadline: Deadline) -> None:
         self._post("/update_weights", deadline, {"update_info": {"update_id": update_id}})
 
-    def finish(self, version: str | None, deadline: Deadline) -> None:
+    def finish(self, deadline: Deadline) -> None:
         # Without an open session vLLM raises on every rank, which at tensor parallelism above one
-        # spoils its reply queue.
+        # spoils its queue of replies.
         if self._session_open:
+            self._post("/finish_weight_update", deadline, {})
             self._session_open = False
-            body = {} if version is None else {"weight_version": version}
-            self._post("/finish_weight_update", deadline, body)
 
-    def adopt_session(self) -> None:
-        """An earlier sender left the engine's update session open; the next `finish` closes it."""
-        self._session_open = True
+    def adopt_session(self, is_open: bool) -> None:
+        self._session_open = is_open
+
+    def set_version(self, version: str, deadline: Deadline) -> None:
+        self._post("/update_weight_version", deadline, {"new_version": version})
 
     def reset_caches(self, deadline: Deadline, *, recompute: bool) -> None:
-        query = f"reset_running_requests={'true' if recompute else 'false'}"
-        answer = self._post(f"/reset_prefix_cache?{query}", deadline)
-        if answer.get("success") is not True:
-            raise ConnectError(
-                f"{self.name} did not reset its prefix cache: requests hold blocks of it",
-                remedy="commit with pause='keep', which recomputes them",
-            )
+        running = "true" if recompute else "false"
+        path = f"/reset_prefix_cache?reset_running_requests={running}&reset_external=true"
+        # It may fail for a moment, while blocks are still on their way out.
+        while self._post(path, deadline).get("success") is not True:
+            deadline.rest(0.05, f"{self.name} to reset its prefix cache")
+        if self._multimodal:
+            self._post("/reset_mm_cache", deadline)
+            self._post("/reset_encoder_cache", deadline)
 
     def version(self, deadline: Deadline) -> str | None:
         found = self._get("/weight_info", deadline).get("weight_version")
@@ -107,24 +116,26 @@ class VllmServer:
                 f"no server answers at {self._url}: {error}",
                 remedy=f"start one: {self._command(model)}",
             ) from error
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             pass  # not the OpenAI routes; what matters is asked next
-        found = self._http.get("/get_world_size")
-        if found.status_code == 404:
+        try:
+            size = self._get("/get_world_size", deadline).get("world_size")
+        except ConnectError as error:
             raise ConnectError(
                 f"the server at {self._url} does not offer weight updates: it runs without "
-                "VLLM_SERVER_DEV_MODE=1, or it is no vLLM of 0.22 or later",
-                remedy=f"start it so: {self._command(model)}",
-            )
-        info = self._get("/server_info?config_format=json", deadline).get("vllm_config") or {}
-        backend = (info.get("weight_transfer_config") or {}).get("backend")
-        if backend != "weightsync":
+                f"VLLM_SERVER_DEV_MODE=1, or it is no vLLM of 0.22 or later. {error}",
+                remedy=f"start it so, with your other flags added: {self._command(model)}",
+            ) from error
+        config = self._get("/server_info?config_format=json", deadline).get("vllm_config") or {}
+        backend = (config.get("weight_transfer_config") or {}).get("backend")
+        if backend != "weightsync" or not isinstance(size, int):
             raise ConnectError(
                 f"the server at {self._url} was started with weight-transfer backend {backend!r}, "
                 "expected 'weightsync'",
-                remedy=f"start it so: {self._command(model)}",
+                remedy=f"start it so, with your other flags added: {self._command(model)}",
             )
-        return int(found.json()["world_size"])
+        self._multimodal = bool((config.get("model_config") or {}).get("multimodal_config"))
+        return size
 
     def _command(self, model: str) -> str:
         url = httpx.URL(self._url)
@@ -170,8 +181,9 @@ class VllmServer:
 class VllmObject:
     """A ``vllm.LLM`` of this process. See `weightsync.engines.base.Engine`.
 
-    ``LLM`` steps only while its owner calls it, on the owner's thread: nothing can be in flight
-    while a sender works, so there is nothing to pause.
+    ``LLM`` takes steps only while its owner calls it. A sender is one more such call: it must not
+    run while another thread is in ``generate``. So nothing is in flight and there is nothing to
+    pause; requests that were enqueued but not run go on with the new weights.
     """
 
     in_process = True
@@ -189,14 +201,15 @@ class VllmObject:
             )
         self.workers = int(llm.get_world_size())
         self._session_open = False
+        self._multimodal = bool(llm.llm_engine.vllm_config.model_config.multimodal_config)
 
-    def open_session(self, path: str, session: str, deadline: Deadline) -> None:
-        info = {"path": path, "session": session}
+    def open_session(self, path: str, token: str, deadline: Deadline) -> None:
+        info = {"path": path, "session": token}
         self._llm.init_weight_transfer_engine({"init_info": info})
 
     def prepare(self, deadline: Deadline) -> None:
         self.begin(deadline)
-        self.finish(None, deadline)
+        self.finish(deadline)
 
     def is_paused(self, deadline: Deadline) -> bool:
         return False
@@ -214,17 +227,25 @@ class VllmObject:
     def apply(self, update_id: str, deadline: Deadline) -> None:
         self._llm.update_weights({"update_info": {"update_id": update_id}})
 
-    def finish(self, version: str | None, deadline: Deadline) -> None:
+    def finish(self, deadline: Deadline) -> None:
         if self._session_open:
+            self._llm.finish_weight_update()
             self._session_open = False
-            self._llm.finish_weight_update(weight_version=version)
 
-    def adopt_session(self) -> None:
-        self._session_open = True
+    def adopt_session(self, is_open: bool) -> None:
+        self._session_open = is_open
+
+    def set_version(self, version: str, deadline: Deadline) -> None:
+        self._llm.update_weight_version(version)
 
     def reset_caches(self, deadline: Deadline, *, recompute: bool) -> None:
-        if not self._llm.reset_prefix_cache(reset_running_requests=recompute):
-            raise ConnectError(f"{self.name} did not reset its prefix cache")
+        while not self._llm.reset_prefix_cache(
+            reset_running_requests=recompute, reset_connector=True
+        ):
+            deadline.rest(0.05, f"{self.name} to reset its prefix cache")
+        if self._multimodal:
+            self._llm.reset_mm_cache()
+            self._llm.llm_engine.reset_encoder_cache()
 
     def version(self, deadline: Deadline) -> str | None:
         return str(self._llm.get_weight_version())

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from weightsync.adapters.vllm import reload, trace
 from weightsync.adapters.vllm.guard import Mark
+from weightsync.adapters.vllm.limits import unsupported
 from weightsync.manifest import Manifest
 from weightsync.target import (
     ApplyReport,
@@ -42,6 +43,9 @@ class VllmTarget:
         self._mark = Mark()
 
     def describe(self, manifest: Manifest) -> Description:
+        problems = unsupported(self._vllm_config)
+        if problems:
+            return Description(tuple(problems))
         return trace.describe(self._vllm_config, manifest)
 
     def verify(
@@ -68,6 +72,10 @@ class VllmTarget:
 
     def admit(self) -> None:
         self._mark.clear()
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._mark.close()
 
     def status(self) -> TargetStatus:
         import vllm

@@ -83,6 +83,25 @@ def vllm_server(
     ]
     environment = {**os.environ, **ENVIRONMENT, **(env or {})}
     environment = {name: value for name, value in environment.items() if value != ""}
+    url = f"http://127.0.0.1:{port}"
+    with _running(command, url, log, environment) as server:
+        yield server
+
+
+@contextmanager
+def shell_server(command: str, url: str, log: Path) -> Iterator[Server]:
+    """Start a server by a command line as a person would type it, `python` being this one."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    quiet = {name: value for name, value in ENVIRONMENT.items() if "DEV_MODE" not in name}
+    environment = {**os.environ, **quiet, "PATH": path}
+    with _running(["/bin/sh", "-c", f"exec env {command}"], url, log, environment) as server:
+        yield server
+
+
+@contextmanager
+def _running(
+    command: list[str], url: str, log: Path, environment: dict[str, str]
+) -> Iterator[Server]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -91,7 +110,6 @@ def vllm_server(
             env=environment,
             start_new_session=True,
         )
-    url = f"http://127.0.0.1:{port}"
     try:
         _wait_healthy(process, url, log)
         yield Server(process, url, log)

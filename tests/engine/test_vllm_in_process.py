@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 class Rig:
     """One engine and both variants of its model."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **options) -> None:
         from vllm import LLM
 
         self.name = name
@@ -38,6 +38,7 @@ class Rig:
             kv_cache_memory_bytes=64 << 20,
             seed=0,
             weight_transfer_config={"backend": "weightsync"},
+            **options,
         )
         self.engine = ws.engine(self.llm, name=name)
 
@@ -82,6 +83,38 @@ def test_updates_serve_exactly_the_trainers_weights_also_from_the_prefix_cache(r
         assert receipt.proven == "received" and receipt.engines[0].workers[0].load_seconds > 0
     if rig.name == "qwen2_tied":
         assert receipt.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe"])
+def test_other_families_serve_exactly_the_trainers_weights_too(name: str) -> None:
+    rig = Rig(name)
+    rig.assert_serves("A")
+    for version, variant in enumerate("BAB", start=1):
+        with rig.sender(variant) as sender:
+            sender.sync(version)
+        rig.assert_serves(variant)
+    rig.close()
+
+
+def test_an_engine_that_cannot_be_updated_safely_is_refused_by_the_setting() -> None:
+    from vllm import LLM
+
+    llm = LLM(
+        model=str(build_checkpoint("qwen2", "A")),
+        runner="pooling",
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        weight_transfer_config={"backend": "weightsync"},
+    )
+    source = ws.ModuleSource(load_trainer("qwen2", "A"))
+    with (
+        ws.WeightSender(source, [ws.engine(llm)]) as sender,
+        pytest.raises(PlanRefused, match="runner=pooling") as refusal,
+    ):
+        sender.sync(1)
+    assert [problem.kind for problem in refusal.value.problems] == ["engine"]
+    llm.llm_engine.engine_core.shutdown()
 
 
 def test_a_trainers_optimizer_step_reaches_the_engine(rig: Rig) -> None:

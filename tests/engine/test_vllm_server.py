@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from servers import Server, vllm_server
+from servers import Server, shell_server, vllm_server
 
 import weightsync as ws
 from weightsync.deadline import Deadline
@@ -21,6 +21,7 @@ from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused, Superse
 from weightsync.testing import (
     LONG_PROMPT,
     PROMPTS,
+    Rollout,
     build_checkpoint,
     completions_rollouts,
     load_trainer,
@@ -103,6 +104,15 @@ def test_what_does_not_fit_is_refused_over_http_and_changes_nothing(rig: Rig) ->
     assert rig.rollouts(PROMPTS) == before and rig.version() == "A"
 
 
+def in_flight(rig: Rig, pool: ThreadPoolExecutor, tokens: int):
+    """A long completion that is being decoded."""
+    flying = pool.submit(rig.server.complete, PROMPTS[0], tokens)
+    end = Deadline.after(30)
+    while not _running(rig.server):
+        end.rest(0.01, "the request to run")
+    return flying
+
+
 @pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
 def test_requests_in_flight_are_treated_as_asked(rig: Rig, pause: str) -> None:
     rig.sync("A", "A")
@@ -111,19 +121,49 @@ def test_requests_in_flight_are_treated_as_asked(rig: Rig, pause: str) -> None:
         ws.WeightSender(ws.ModuleSource(rig.models["B"]), [rig.engine]) as sender,
     ):
         staged = sender.stage("B")
-        flying = pool.submit(rig.server.complete, PROMPTS[0], 400)
-        # Only a request that is being decoded is in flight.
-        end = Deadline.after(30)
-        while "vllm:num_requests_running" not in (running := _running(rig.server)):
-            end.remaining("the request to run")
-        assert running
+        flying = in_flight(rig, pool, 400)
         staged.commit(pause=pause)
-        choice = flying.result(120)["choices"][0]
-    tokens = completions_rollouts({"choices": [choice]})[0].token_ids
+        body = flying.result(120)
+    reason = body["choices"][0]["finish_reason"]
+    (rollout,) = completions_rollouts(body)
+    old, new = (explained(rig.models[variant], rollout) for variant in "AB")
     if pause == "abort":
-        assert choice["finish_reason"] == "abort" and len(tokens) < 400
+        assert reason == "abort" and len(rollout.token_ids) < 400 and all(old)
+    elif pause == "wait":
+        assert reason == "length" and len(rollout.token_ids) == 400 and all(old)
     else:
-        assert choice["finish_reason"] == "length" and len(tokens) == 400
+        # Every token before the flip is the old model's, every token after it the new one's, over
+        # the whole context: nothing that the old model computed was kept.
+        assert reason == "length" and len(rollout.token_ids) == 400
+        flip = old.index(False)
+        assert 0 < flip < 400 and all(new[flip:]) and not any(new[: flip // 2])
+    rig.assert_serves("B")
+
+
+def explained(model, rollout: Rollout) -> list[bool]:
+    """For each token, whether this model gives it this log-probability."""
+    import torch
+
+    ids = torch.tensor([PROMPTS[0] + rollout.token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(PROMPTS[0]) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+    return ((expected - torch.tensor(rollout.logprobs)).abs() <= 2 * TOLERANCE).tolist()
+
+
+def test_a_request_in_flight_when_its_engine_is_poisoned_ends(rig: Rig) -> None:
+    rig.sync("A", "A")
+    with (
+        ThreadPoolExecutor(1) as pool,
+        ws.WeightSender(ws.ModuleSource(rig.models["B"]), [rig.engine]) as sender,
+    ):
+        staged = sender.stage("B")
+        flying = in_flight(rig, pool, 400)
+        rig.fail_next_apply(20, "raise")
+        with pytest.raises(EnginePoisoned):
+            staged.commit(pause="keep")
+        assert flying.result(30)["choices"][0]["finish_reason"] == "abort"
+        sender.sync("cured")
     rig.assert_serves("B")
 
 
@@ -265,15 +305,25 @@ def test_a_server_without_a_flag_is_refused_with_the_command_that_works(
 ) -> None:
     checkpoint = build_checkpoint("qwen2", "A")
     with vllm_server(checkpoint, tmp_path / "log", *flags, env=env) as server:
-        with pytest.raises(ConnectError) as refused:
+        with pytest.raises(ConnectError, match=says) as refused:
             ws.connect(f"vllm+{server.url}")
         port = server.url.rpartition(":")[2]
-    assert says in str(refused.value)
-    assert (
+    remedy = str(refused.value.remedy)
+    command = remedy[remedy.index("VLLM_SERVER_DEV_MODE=1") :]
+    assert command == (
         "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model "
         f"{checkpoint} --host 127.0.0.1 --port {port} "
         """--weight-transfer-config '{"backend": "weightsync"}'"""
-    ) in str(refused.value.remedy)
+    )
+    if flags:
+        return  # the command is the same: one start of it is enough
+    # "With your other flags added": of this server's, the one without which it compiles for long.
+    with shell_server(f"{command} --enforce-eager", server.url, tmp_path / "log"):
+        engine = ws.connect(f"vllm+{server.url}")
+        source = ws.SafetensorsSource(build_checkpoint("qwen2", "B"))
+        with ws.WeightSender(source, [engine]) as sender:
+            sender.sync(1)
+        assert engine.version(Deadline.after(10)) == "1"
 
 
 def test_nobody_at_the_url_is_an_error_with_the_command() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 
 import numpy as np
 import pytest
@@ -52,6 +53,23 @@ def rows(*values: tuple[int, ...]) -> NDArray[np.uint64]:
     return np.array(values, dtype=np.uint64)
 
 
+def published_key(index: int, seed: int) -> tuple[int, int]:
+    """k0 and k1 of a word, in Python's own integers."""
+    k = (index + seed) & U64_MAX
+    k ^= k >> 32
+    k = k * 0xD6E8FEB86659FD93 & U64_MAX
+    k ^= k >> 32
+    k = k * 0xD6E8FEB86659FD93 & U64_MAX
+    k ^= k >> 32
+    return (k & 0xFFFFFFFF) | 1, k >> 32
+
+
+def published_count(nbytes: int, seed: int) -> Digest:
+    """What the number of bytes adds."""
+    k0, k1 = published_key(U64_MAX, seed)
+    return Digest(nbytes * k0 & U64_MAX, nbytes * k1 & U64_MAX)
+
+
 def box_spans(
     array: NDArray[np.generic], row: slice, column: slice
 ) -> tuple[list[int], list[int], list[int]]:
@@ -96,21 +114,88 @@ def test_extreme_words_and_seeds_equal_the_reference(isa: int) -> None:
 def test_definition_is_fixed() -> None:
     # Trainer and engine may run different builds: these values must never change.
     data = bytes(range(256))
-    assert digest_bytes(data, seed=SEED).hex() == "05e3a10a6ab7b674770d38927d94d0e8"
-    assert digest_bytes(data, start=5, seed=SEED).hex() == "a20b1024e81e34e821671b75a995cc14"
+    assert digest_bytes(data, seed=SEED).hex() == "05e3a1b199f6c774770d38d97080c8e8"
+    assert digest_bytes(data, start=5, seed=SEED).hex() == "a20b10cc175d45e821671bbc9c81c414"
 
 
 def test_one_word_follows_the_published_formula() -> None:
-    word, index, multiplier = 0xFEDCBA9876543210, 7, 0xD6E8FEB86659FD93
-    k = (index + SEED) & U64_MAX
-    k ^= k >> 32
-    k = k * multiplier & U64_MAX
-    k ^= k >> 32
-    k = k * multiplier & U64_MAX
-    k ^= k >> 32
-    a, b, k0, k1 = word & 0xFFFFFFFF, word >> 32, (k & 0xFFFFFFFF) | 1, k >> 32
+    word, index = 0xFEDCBA9876543210, 7
+    (a, b), (k0, k1) = (word & 0xFFFFFFFF, word >> 32), published_key(index, SEED)
     expected = Digest((a * k0 + b * k1) & U64_MAX, (a * k1 - b * k0) & U64_MAX)
+    expected += published_count(8, SEED)
     assert digest_bytes(word.to_bytes(8, "little"), start=56, seed=SEED) == expected
+
+
+# --- the number of bytes counts -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(lengths, min_size=2, max_size=8, unique=True), start=starts, seed=u64s)
+def test_zeros_of_different_lengths_have_different_digests(
+    isa: int, sizes: list[int], start: int, seed: int
+) -> None:
+    zeros, copied = np.zeros(max(sizes), dtype=np.uint8), np.zeros(max(sizes), dtype=np.uint8)
+    from_, to = zeros.ctypes.data, copied.ctypes.data
+    found = []
+    for n in sizes:
+        table = _native.digest_table(rows((from_, n, start, seed, 0)), 1, isa)
+        fused = _native.copy_digest_table(rows((from_, to, n, start, seed, 0)), 1, isa)
+        np.testing.assert_array_equal(table, fused)
+        assert as_digest(table) == published_count(n, seed)
+        found.append(as_digest(table))
+    assert len(set(found)) == len(sizes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=10),
+    zero=st.lists(st.booleans(), min_size=10, max_size=10),
+    seed=u64s,
+    data=st.data(),
+)
+def test_a_span_of_zeros_that_is_skipped_changes_the_sum(
+    sizes: list[int], zero: list[bool], seed: int, data: st.DataObject
+) -> None:
+    skipped = data.draw(st.integers(0, len(sizes) - 1))
+    edges = [0, *itertools.accumulate(sizes)]
+    buffer = random_bytes(edges[-1])
+    for number, (low, high) in enumerate(itertools.pairwise(edges)):
+        if zero[number] or number == skipped:
+            buffer[low:high] = 0
+    spans = [
+        (buffer.ctypes.data + low, high - low, low, seed, 0)
+        for low, high in itertools.pairwise(edges)
+    ]
+    whole = digest_bytes(buffer, seed=seed)
+    assert as_digest(_native.digest_table(rows(*spans), 1)) == whole
+    twice = _native.digest_table(rows(*spans, spans[skipped]), 1)
+    del spans[skipped]
+    fewer = _native.digest_table(rows(*spans) if spans else np.zeros((0, 5), np.uint64), 1)
+    assert as_digest(fewer) != whole != as_digest(twice)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(start=starts, seed=u64s)
+def test_empty_spans_add_nothing(isa: int, start: int, seed: int) -> None:
+    buffer = random_bytes(24)
+    span = (buffer.ctypes.data, 24, 8, SEED, 0)
+    empty = (buffer.ctypes.data + 3, 0, start, seed, 0)
+    np.testing.assert_array_equal(
+        _native.digest_table(rows(empty, span, empty), 1, isa),
+        _native.digest_table(rows(span), 1, isa),
+    )
+
+
+def test_parts_of_4_gib_and_more_add_up() -> None:
+    """Counted in two halves, the carry into the high one would be lost where parts are added."""
+    n = 2**32 + 24
+    zeros = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)  # takes no memory
+    at = np.frombuffer(zeros, dtype=np.uint8).ctypes.data
+    whole = _native.digest_table(rows((at, n, 0, SEED, 0)), 1)
+    assert as_digest(whole) == published_count(n, SEED)
+    parts = rows((at, n - 2**31, 0, SEED, 0), (at + n - 2**31, 2**31, n - 2**31, SEED, 0))
+    np.testing.assert_array_equal(_native.digest_table(parts, 1, threads=2), whole)
 
 
 # --- parts add up -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weightsync import receipt as receipt_file
 from weightsync.receipt import EngineReceipt, LevelShare, Receipt, WorkerReceipt, chain
 
-WORKER = WorkerReceipt("toy/0", "cpu", 1000, 0.5, 0.25, 0.125)
+WORKER = WorkerReceipt("toy/0", "cpu", 0.5, 0.25, 0.125)
 ENGINE = EngineReceipt("toy", "toy 1", "keep", 0.75, {"pause": 0.1, "apply": 0.3}, (WORKER, WORKER))
 RECEIPT = chain(
     Receipt(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from weightsync.errors import (
     ConnectError,
     DeadlineExceeded,
     EnginePoisoned,
+    NotResumed,
     PlanRefused,
     ProofFailed,
     Superseded,
@@ -27,6 +30,7 @@ from weightsync.errors import (
     UpdateRefused,
     WeightSyncError,
 )
+from weightsync.messages import Hello, Welcome, WorkerStatus
 from weightsync.receipt import Receipt
 from weightsync.testing.toy import ToyEngine
 from weightsync.wire import Channel
@@ -103,6 +107,7 @@ def test_the_engine_is_paused_for_the_flip_only_and_resumed_after_its_caches_wer
         "apply",
         "finish",
         "reset_caches",
+        "set_version",
         "resume",
     ]
 
@@ -298,7 +303,7 @@ def test_a_new_sender_takes_over_and_the_old_one_is_told_so(engine: ToyEngine) -
     old.close()
 
 
-@pytest.mark.parametrize("moment", ["staged", "armed", "paused", "applied"])
+@pytest.mark.parametrize("moment", ["staged", "armed", "paused", "applied", "reset"])
 def test_what_a_dead_sender_left_is_cleared_by_the_next(engine: ToyEngine, moment: str) -> None:
     dead = WeightSender(StateDictSource(tensors(1)), [engine])
     staged = dead.stage(1)
@@ -306,6 +311,7 @@ def test_what_a_dead_sender_left_is_cleared_by_the_next(engine: ToyEngine, momen
         "armed": ("begin", engine.begin),
         "paused": ("pause", engine.pause),
         "applied": ("finish", engine.finish),
+        "reset": ("reset_caches", engine.reset_caches),
     }
 
     class DiedError(BaseException):
@@ -313,7 +319,7 @@ def test_what_a_dead_sender_left_is_cleared_by_the_next(engine: ToyEngine, momen
 
     def killed(*_: object, **__: object) -> None:
         # What the kernel does to a killed process's sockets. Nothing of the sender runs after it.
-        close_all(dead._workers)
+        close_all(dead._roster.workers)
         raise DiedError
 
     if moment != "staged":
@@ -325,13 +331,14 @@ def test_what_a_dead_sender_left_is_cleared_by_the_next(engine: ToyEngine, momen
             staged.commit()
         setattr(engine, name, original)
     else:
-        close_all(dead._workers)
-    if moment == "applied":
+        close_all(dead._roster.workers)
+    if moment in ("applied", "reset"):
         end = time.monotonic() + 10
         while not all(w["refused"] for w in engine.status()) and time.monotonic() < end:
             pass
         assert all("sender was lost" in worker["refused"] for worker in engine.status())
         assert engine.is_paused(Deadline.after(1))
+    assert engine.version(Deadline.after(1)) == "base", "it changes after success only"
     with WeightSender(StateDictSource(tensors(2)), [engine]) as sender:
         sender.sync(2)
     assert engine.tensors() == [as_hex(tensors(2))] * 2
@@ -366,8 +373,9 @@ def test_of_two_engines_the_healthy_one_is_committed_and_the_other_is_named() ->
         ToyEngine(SHAPES, name="bad", faults={0: {"apply_raises": "no"}}) as bad,
     ):
         with WeightSender(StateDictSource(tensors(1)), [good, bad]) as sender:
-            with pytest.raises(EnginePoisoned, match="bad: update"):
+            with pytest.raises(EnginePoisoned, match="bad: update") as failure:
                 sender.sync(1)
+            assert [taken.name for taken in failure.value.succeeded] == ["good"]
             assert good.version(Deadline.after(1)) == "1" and bad.version(Deadline.after(1)) is None
             assert not good.status()[0]["refused"] and bad.status()[0]["refused"]
             bad.set_faults({})
@@ -471,3 +479,183 @@ def test_a_layout_may_change_between_updates(engine: ToyEngine) -> None:
         sender.sync(2)
     assert engine.tensors()[0]["layers.0.bias"] == np.arange(5, dtype="<f4").tobytes().hex()
     assert engine.tensors()[1]["head.weight"] == as_hex(tensors(1))["head.weight"]
+
+
+def failing_once(engine: ToyEngine, name: str, error: Exception, times: int = 1) -> None:
+    """The engine's next calls of that name fail."""
+    original, left = getattr(engine, name), times
+
+    def call(*args, **kwargs):
+        nonlocal left
+        if left == 0:
+            setattr(engine, name, original)
+            return original(*args, **kwargs)
+        left -= 1
+        raise error
+
+    setattr(engine, name, call)
+
+
+def test_an_engine_that_was_down_at_first_is_reached_by_the_same_sender() -> None:
+    with (
+        ToyEngine(SHAPES, name="first") as first,
+        ToyEngine(SHAPES, name="second") as second,
+        WeightSender(StateDictSource(tensors(1)), [first, second], deadline=30) as sender,
+    ):
+        failing_once(second, "open_session", ConnectError("down"), times=2)
+        for _ in range(2):
+            with pytest.raises(ConnectError, match="down"):
+                sender.sync(1)
+        sender.sync(2)
+        assert first.tensors() == second.tensors() == [as_hex(tensors(1))]
+
+
+def test_strangers_who_dial_in_are_turned_away_and_keep_nobody_out(engine: ToyEngine) -> None:
+    original = engine.open_session
+    strangers: list[socket.socket] = []
+
+    def with_strangers(path: str, token: str, deadline: Deadline) -> None:
+        hello = Hello(
+            1, "nobody", 0, 1, 1, "cpu", "x", WorkerStatus("idle", None, 0, None, False, False)
+        )
+        for sent in (
+            b"\x05\x00\x00\x00hello",
+            b"",
+            b"\xff\xff\xff\xff",
+            framed(hello),
+            framed(Welcome(1)),
+        ):
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(path)
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            strangers.append(stranger)
+        original(path, token, deadline)
+
+    engine.open_session = with_strangers  # type: ignore[method-assign]
+    try:
+        with WeightSender(StateDictSource(tensors(1)), [engine], deadline=30) as sender:
+            sender.sync(1)
+    finally:
+        engine.open_session = original  # type: ignore[method-assign]
+        for stranger in strangers:
+            stranger.close()
+    assert engine.tensors() == [as_hex(tensors(1))] * 2
+
+
+def framed(message) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def test_caches_that_cannot_be_reset_poison_and_the_version_stays(engine: ToyEngine) -> None:
+    failing_once(engine, "reset_caches", ConnectError("blocks are held"))
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        with pytest.raises(EnginePoisoned, match="blocks are held"):
+            sender.sync(1)
+        assert engine.version(Deadline.after(1)) == "base"
+        assert all(worker["refused"] and worker["version"] == "base" for worker in engine.status())
+        sender.sync(2)
+    assert engine.version(Deadline.after(1)) == "2"
+
+
+@pytest.mark.parametrize("call", ["set_version", "resume"])
+def test_a_hiccup_after_all_is_applied_is_tried_again_and_never_poisons(
+    engine: ToyEngine, call: str
+) -> None:
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        failing_once(engine, call, ConnectError("a hiccup"))
+        sender.sync(1)
+        assert engine.version(Deadline.after(1)) == "1" and not engine.is_paused(Deadline.after(1))
+        failing_once(engine, call, ConnectError("gone"), times=2)
+        with pytest.raises(NotResumed, match="applied and proven on every worker"):
+            sender.sync(2)
+        assert not any(worker["refused"] or worker["poisoned"] for worker in engine.status())
+        assert {worker["version"] for worker in engine.status()} == {"2"}
+        sender.sync(3)
+    assert engine.version(Deadline.after(1)) == "3" and not engine.is_paused(Deadline.after(1))
+
+
+def test_a_cured_engine_is_resumed_like_any_other_when_a_later_update_is_aborted(
+    engine: ToyEngine,
+) -> None:
+    engine.set_faults({1: {"apply_raises": "no more"}})
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        with pytest.raises(EnginePoisoned):
+            sender.sync(1)
+        engine.set_faults({})
+        sender.sync(2)
+        original = engine.pause
+
+        def late(mode: str, deadline: Deadline) -> None:
+            original(mode, deadline)
+            raise ConnectError("too late")
+
+        engine.pause = late  # type: ignore[method-assign]
+        with pytest.raises(UpdateAborted):
+            sender.sync(3)
+        engine.pause = original  # type: ignore[method-assign]
+        assert not engine.is_paused(Deadline.after(1))
+        assert not any(worker["holds_pause"] for worker in engine.status())
+
+
+def test_a_target_that_cannot_refuse_still_answers_at_once(engine: ToyEngine) -> None:
+    engine.set_faults({1: {"apply_raises": "no more", "refuse_raises": True}})
+    started = time.monotonic()
+    with WeightSender(StateDictSource(tensors(1)), [engine], deadline=60) as sender:
+        with pytest.raises(EnginePoisoned, match="no more"):
+            sender.sync(1)
+        assert time.monotonic() - started < 20 and engine.is_paused(Deadline.after(1))
+        engine.set_faults({})
+        sender.sync(2)
+
+
+def test_an_interrupt_at_any_moment_of_staging_leaves_a_sender_that_works(
+    engine: ToyEngine,
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if moments:
+            moments.pop()
+            raise KeyboardInterrupt
+
+    moments = [1]
+    with WeightSender(StateDictSource(tensors(1)), [engine], on_progress=interrupt) as sender:
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(1)
+        sender.sync(2)
+    assert engine.version(Deadline.after(1)) == "2"
+
+
+def test_a_runtime_directory_that_is_too_deep_for_a_socket_is_a_typed_error(
+    engine: ToyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    before = len(os.listdir("/proc/self/fd"))
+    with (
+        WeightSender(StateDictSource(tensors(1)), [engine]) as sender,
+        pytest.raises(TransportError, match="107 bytes"),
+    ):
+        sender.sync(1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not any((deep / f"weightsync-{os.geteuid()}").iterdir())
+
+
+def test_a_receipt_is_not_lost_when_its_callback_raises(engine: ToyEngine) -> None:
+    def full(receipt: Receipt) -> None:
+        raise OSError("the log is full")
+
+    with WeightSender(StateDictSource(tensors(1)), [engine], on_receipt=full) as sender:
+        with pytest.raises(OSError, match="full"):
+            sender.sync(1)
+        assert sender.last_receipt is not None and sender.last_receipt.version == "1"
+    assert not engine.is_paused(Deadline.after(1))
+
+
+def test_a_deadline_may_be_infinite_but_not_zero(engine: ToyEngine) -> None:
+    with WeightSender(StateDictSource(tensors(1)), [engine], deadline=float("inf")) as sender:
+        sender.sync(1)
+    for deadline in (0, -1, float("nan")):
+        with pytest.raises(UpdateRefused, match="positive"):
+            WeightSender(StateDictSource(tensors(1)), [engine], deadline=deadline)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import math
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +414,28 @@ def test_what_was_refused_is_sent_once_it_is_mended() -> None:
     assert_delivers(source, tensors)
 
 
+def test_what_is_refused_stays_refused_though_it_was_sent_before() -> None:
+    tensors = {"a": torch.randn(2), "b": torch.randn(3)}
+    source = StateDictSource(tensors)
+    deliver(source)
+    tensors["b"] = torch.zeros(3, dtype=torch.complex128)
+    for _ in range(3):
+        with pytest.raises((SourceError, ManifestError), match="'b'"):
+            source.manifest()
+    tensors["b"] = torch.randn(3)
+    assert_delivers(source, tensors)
+
+
+def test_a_tensor_that_becomes_one_of_another_class_is_looked_at_anew() -> None:
+    """As torch's lazy parameters do, the other way round."""
+    tensors = {"a": nn.Parameter(torch.randn(3))}
+    source = StateDictSource(tensors)
+    deliver(source)
+    tensors["a"].__class__ = type("Late", (Sharded, nn.Parameter), {})
+    with pytest.raises(SourceError, match="DTensor"):
+        source.manifest()
+
+
 def test_a_module_without_tensors_is_refused() -> None:
     with pytest.raises(ManifestError, match="at least one"):
         ModuleSource(nn.ReLU()).manifest()
@@ -477,6 +501,48 @@ def replace_buffer(model: nn.Module) -> None:
     model.scale = torch.full((), 7.0)
 
 
+def resize_at_the_same_address(model: nn.Module) -> None:
+    address = model.layers[0].weight.data_ptr()
+    model.layers[0].weight.data = model.layers[0].weight.data[:1]
+    assert model.layers[0].weight.data_ptr() == address
+
+
+def resize_in_place(model: nn.Module) -> None:
+    model.layers[0].weight.detach().resize_(1, 3)
+    model.scale.resize_(1)
+
+
+def reshape_at_the_same_address(model: nn.Module) -> None:
+    model.layers[0].weight.data = model.layers[0].weight.data.view(3, 2)
+
+
+def reshape_but_for_the_strides(model: nn.Module) -> None:
+    """Neither the address nor the number of dimensions tells."""
+    weight = model.layers[0].weight
+    weight.data = weight.data.as_strided((1, 3), (1, 1))
+    assert weight.stride() == (1, 1)
+
+
+def restride_at_the_same_address(model: nn.Module) -> None:
+    weight = model.layers[0].weight
+    weight.data = weight.data.as_strided((2, 3), (1, 2))
+
+
+def cast_at_the_same_address(model: nn.Module) -> None:
+    model.scale.data = model.scale.data.view(torch.int32)
+
+
+def negate(model: nn.Module) -> None:
+    """As torch does it for ``imag`` of a conjugate: by a flag, with memory as it was."""
+    model.layers[0].weight.data = torch._neg_view(model.layers[0].weight.data)
+    assert model.layers[0].weight.is_neg()
+
+
+def conjugate(model: nn.Module) -> None:
+    model.phase.data = model.phase.data.conj()
+    assert model.phase.is_conj()
+
+
 class Mine(nn.Parameter):
     """A parameter of a class that weightsync does not know."""
 
@@ -495,11 +561,20 @@ class Mine(nn.Parameter):
         remove,
         replace_subclass,
         replace_buffer,
+        resize_at_the_same_address,
+        resize_in_place,
+        reshape_at_the_same_address,
+        reshape_but_for_the_strides,
+        restride_at_the_same_address,
+        cast_at_the_same_address,
+        negate,
+        conjugate,
     ],
 )
 def test_any_change_between_two_updates_is_picked_up(change: Any, start: Any) -> None:
     model = small()
     model.layers[0].weight = start(torch.randn(2, 3))
+    model.register_buffer("phase", torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64))
     source = ModuleSource(model)
     assert_delivers(source, model.state_dict())
     change(model)
@@ -600,17 +675,274 @@ def test_bytes_that_never_come_are_missed_by_name(pieces: list[tuple[int, int, i
         filled(Liar(*pieces))
 
 
-def test_a_tensor_that_is_replaced_while_it_is_sent_is_noticed() -> None:
-    tensors = {"a": torch.randn(4), "b": torch.randn(4).view(2, 2).t()}
+# What changes while it is sent
 
-    class Restless(StateDictSource):
-        def pieces(self) -> Iterator[Pieces]:
-            for batch in super().pieces():
-                yield batch
-                tensors["a"] = torch.randn(5)
 
-    with pytest.raises(SourceError, match="changed while"):
-        deliver(Restless(tensors))
+class Interrupted:
+    """A source during whose first piece, or before it, something else happens."""
+
+    def __init__(self, source: Source, event: Callable[[], object], *, before: bool) -> None:
+        self._source, self._event, self._before = source, event, before
+        self.casts, self.aliases = source.casts, source.aliases
+        self.manifest = source.manifest
+
+    def pieces(self) -> Iterator[Pieces]:
+        if self._before:
+            self._event()
+        for number, batch in enumerate(self._source.pieces()):
+            if number == 0 and not self._before:
+                self._event()
+            yield batch
+
+
+class Counted(dict[str, torch.Tensor]):
+    """A mapping that counts how often its names are asked for."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.looks = 0
+
+    def keys(self) -> Any:
+        self.looks += 1
+        return super().keys()
+
+    def items(self) -> Any:
+        self.looks += 1
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        self.looks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Mine])
+def test_sending_does_not_look_through_the_names_again(kind: Any) -> None:
+    tensors = Counted({"a": kind(torch.randn(4)), "b": kind(torch.randn(2, 2).t())})
+    source = StateDictSource(tensors)
+    manifest = source.manifest()
+    looks = tensors.looks
+    assert looks
+    arena = np.zeros(256, np.uint8)
+    addresses = np.array([0, 64], np.uint64) + np.uint64(arena.ctypes.data)
+    fill(source, manifest, addresses, np.ones(2, np.uint64))
+    assert tensors.looks == looks
+    assert arena[:16].tobytes() == raw(tensors["a"])
+    assert arena[64:80].tobytes() == raw(tensors["b"])
+
+
+def test_pieces_without_a_manifest_before_are_of_one_made_then() -> None:
+    tensors = {"a": torch.randn(4), "b": torch.randn(4)}
+    (batch,) = StateDictSource(tensors).pieces()
+    assert batch.address.tolist() == [t.data_ptr() for t in tensors.values()]
+    assert batch.manifest is not None and [s.name for s in batch.manifest.tensors] == ["a", "b"]
+
+
+def swap_data(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+def transpose(tensor: torch.Tensor) -> None:
+    address = tensor.data_ptr()
+    tensor.data = tensor.data.t()
+    assert tensor.data_ptr() == address
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("event", [swap_data, transpose])
+@pytest.mark.parametrize("name", ["a", "b", "cast", "last"])
+def test_a_tensor_whose_memory_is_replaced_while_it_is_sent_is_named(
+    name: str, event: Any, before: bool
+) -> None:
+    tensors = {
+        "a": nn.Parameter(torch.randn(3, 3)),
+        "b": torch.randn(3, 3),
+        "cast": torch.randn(3, 3),
+        "last": torch.randn(3, 3),
+    }
+    source = StateDictSource(tensors, dtype={"cast": torch.bfloat16})
+    interrupted = Interrupted(source, lambda: event(tensors[name]), before=before)
+    with pytest.raises(SourceError, match=f"^'{name}' was replaced while it was sent") as caught:
+        deliver(interrupted)
+    assert caught.value.remedy and "between manifest and send" in caught.value.remedy
+    if before:
+        source.manifest()
+        event(tensors[name])
+        with pytest.raises(SourceError, match=f"^'{name}' was replaced"):
+            next(source.pieces())  # not even one piece: its memory may be gone
+    expected = {n: t.bfloat16() if n == "cast" else t for n, t in tensors.items()}
+    assert_delivers(source, expected)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_name_that_gets_another_tensor_is_sent_as_the_manifest_saw_it(before: bool) -> None:
+    tensors = {"a": torch.randn(4), "b": torch.randn(2, 2).t()}
+    old = dict(tensors)
+
+    def event() -> None:
+        tensors["a"], tensors["b"], tensors["c"] = torch.randn(4), torch.randn(5), torch.ones(1)
+
+    source = StateDictSource(tensors)
+    arrived = deliver(Interrupted(source, event, before=before))
+    assert arrived == {name: raw(tensor) for name, tensor in old.items()}
+    assert_delivers(source, tensors)
+
+
+def test_pieces_of_a_newer_manifest_are_refused() -> None:
+    """Two tensors of one size under each other's name would otherwise be sent and proven."""
+    tensors = {"a": torch.randn(4), "b": torch.randn(4)}
+    source = StateDictSource(tensors)
+    old = source.manifest()
+    tensors["a"] = tensors.pop("a")
+    assert [spec.name for spec in source.manifest().tensors] == ["b", "a"]
+    arena = np.full(256, 0xA5, np.uint8)
+    addresses = np.array([0, 64], np.uint64) + np.uint64(arena.ctypes.data)
+    with pytest.raises(SourceError, match="changed since the manifest"):
+        fill(source, old, addresses, np.ones(2, np.uint64))
+    assert (arena == 0xA5).all()
+
+
+def test_memory_that_is_being_read_is_not_given_back() -> None:
+    values = np.arange(1000, dtype=np.float32)
+    expected, gone = values.tobytes(), weakref.ref(values)
+    tensors = {"a": torch.from_numpy(values), "b": torch.ones(3)}
+    del values
+    source = StateDictSource(tensors)
+    source.manifest()
+    pieces = source.pieces()
+    batch = next(pieces)
+    tensors["a"].data = torch.zeros(1000)
+    assert gone() is not None
+    assert ctypes.string_at(int(batch.address[0]), int(batch.nbytes[0])) == expected
+    with pytest.raises(SourceError, match="'a' was replaced"):
+        next(pieces)
+    assert gone() is None
+
+
+def step(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.embed.weight.grad = torch.ones(5, 3)
+    optimizer.step()
+
+
+def add_without_gradient(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.embed.weight.add_(1)
+
+
+def add_in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        model.embed.weight.add_(1)
+
+
+def write_to_a_view(model: nn.Module) -> None:
+    model.embed.weight.detach()[1].zero_()
+
+
+def write_through_a_state_dict(model: nn.Module) -> None:
+    model.state_dict()["embed.weight"].zero_()
+
+
+def load(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.embed.load_state_dict({"weight": torch.zeros(5, 3)})
+
+
+def write_and_restore(model: nn.Module) -> None:
+    """The bytes are what they were, and yet others may have been sent."""
+    with torch.no_grad():
+        model.embed.weight.neg_().neg_()
+
+
+WRITES = [
+    step,
+    add_without_gradient,
+    add_in_inference_mode,
+    write_to_a_view,
+    write_through_a_state_dict,
+    load,
+    write_and_restore,
+]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["in place", "cast"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_tensor_that_is_written_to_while_it_is_sent_is_named(
+    write: Any, dtype: torch.dtype | None
+) -> None:
+    model = Tied(tie=False)
+    source = ModuleSource(model, dtype=dtype)
+    interrupted = Interrupted(source, lambda: write(model), before=False)
+    with pytest.raises(SourceError, match=r"1 tensor.*: 'embed\.weight'\n") as caught:
+        deliver(interrupted)
+    assert caught.value.remedy and "between optimizer steps" in caught.value.remedy
+    assert_delivers(source, {n: t.to(dtype or t.dtype) for n, t in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_before_or_after_is_no_fault(write: Any) -> None:
+    model = Tied(tie=False)
+    source = ModuleSource(model)
+    arrived = deliver(Interrupted(source, lambda: write(model), before=True))
+    assert arrived == {name: raw(tensor) for name, tensor in model.state_dict().items()}
+    write(model)
+    assert_delivers(source, model.state_dict())
+
+
+def test_a_write_through_a_tied_tensor_is_noticed() -> None:
+    """Tied by memory alone, each of the two has a counter of its own, and only one is sent."""
+    model = Tied(tie=False)
+    model.head.weight = nn.Parameter(model.embed.weight.data)
+    source = ModuleSource(Wrapper(model))
+
+    def write() -> None:
+        with torch.no_grad():
+            model.head.weight.add_(1)
+
+    source.manifest()
+    assert source.aliases == {"head.weight": "embed.weight"}
+    with pytest.raises(SourceError, match=r": 'head\.weight'\n"):
+        deliver(Interrupted(source, write, before=False))
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Mine])
+def test_another_tensor_of_the_same_memory_is_watched_in_the_olds_place(kind: Any) -> None:
+    model = Tied(tie=False)
+    source = ModuleSource(model)
+    source.manifest()
+    model.embed.weight = kind(model.embed.weight.data)
+
+    def write() -> None:
+        with torch.no_grad():
+            model.embed.weight.add_(1)
+
+    with pytest.raises(SourceError, match=r": 'embed\.weight'\n"):
+        deliver(Interrupted(source, write, before=False))
+
+
+def test_every_tensor_that_was_written_to_is_counted_and_the_first_are_named() -> None:
+    tensors = {f"t{number}": torch.zeros(3) for number in range(13)}
+
+    def write() -> None:
+        for name in list(tensors)[1:]:
+            tensors[name].add_(1)
+
+    with pytest.raises(SourceError) as caught:
+        deliver(Interrupted(StateDictSource(tensors), write, before=False))
+    message = str(caught.value)
+    assert message.startswith("12 tensor(s)") and "'t10' and 2 more" in message
+    assert "'t0'" not in message and "'t11'" not in message
+
+
+def test_inference_tensors_are_sent_and_others_beside_them_are_watched() -> None:
+    with torch.inference_mode():
+        frozen = torch.randn(3)
+    with pytest.raises(RuntimeError, match="version counter"):
+        _ = frozen._version
+    tensors = {"frozen": frozen, "w": torch.randn(3)}
+    source = StateDictSource(tensors)
+    assert_delivers(source, tensors)
+    with pytest.raises(SourceError, match=r"1 tensor.*: 'w'\n"):
+        deliver(Interrupted(source, lambda: tensors["w"].add_(1), before=False))
 
 
 # Checkpoints on disk

@@ -12,12 +12,12 @@ from torch import nn
 from weightsync.box import Box
 from weightsync.errors import PlanRefused, Problem, ProtocolError
 from weightsync.manifest import Manifest, TensorSpec
+from weightsync.messages import Described, Partial, WireProblem
 from weightsync.plan import trace as trace_file
 from weightsync.plan.lint import lint
 from weightsync.plan.match import check_descriptions
 from weightsync.plan.trace import Trace, trace_loader
 from weightsync.target import Description
-from weightsync.wire import Described, Partial, WireProblem
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -357,7 +357,7 @@ def test_a_cast_that_hides_in_the_loader_is_a_problem_too(spelled) -> None:
         )
         return found
 
-    trace, description = traced(engine, manifest_of(CHECKPOINT), casting)
+    _, description = traced(engine, manifest_of(CHECKPOINT), casting)
     assert [(p.kind, p.name) for p in description.problems] == [("dtype", "norm.weight")]
 
 

@@ -19,41 +19,42 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weightsync
-from weightsync import wire
+from weightsync import messages, wire
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, TransportError
 from weightsync.manifest import DTYPE_BYTES, TensorSpec
-from weightsync.wire import Channel, Message
+from weightsync.messages import Message
+from weightsync.wire import Channel
 
 Pair = tuple[Channel, Channel]
 
-STATUS = wire.WorkerStatus("idle", None, 0, None, False, False)
+STATUS = messages.WorkerStatus("idle", None, 0, None, False, False)
 EVERY: list[Message] = [
-    wire.Hello(1, "s", 0, 2, 4711, "cpu", "toy 1", STATUS),
-    wire.Welcome(7),
-    wire.Joined(1, wire.WorkerStatus("poisoned", "v1", 3, "why", True, True)),
-    wire.Layout(
+    messages.Hello(1, "s", 0, 2, 4711, "cpu", "toy 1", STATUS),
+    messages.Welcome(7),
+    messages.Joined(1, messages.WorkerStatus("poisoned", "v1", 3, "why", True, True)),
+    messages.Layout(
         (TensorSpec("w", "bfloat16", (2, 3)), TensorSpec("s", "bool", ())), (0, 64), 4096, "h"
     ),
-    wire.Described(
+    messages.Described(
         0,
         "h",
-        (wire.WireProblem("missing", "w", "is not there"),),
-        (wire.Partial(1, (0, 2), (3, 4)),),
+        (messages.WireProblem("missing", "w", "is not there"),),
+        (messages.Partial(1, (0, 2), (3, 4)),),
         0.5,
     ),
-    wire.Begin("u", "v"),
-    wire.Seal("u", 2**64 - 1),
-    wire.Digests("u", 0, bytes(range(32)), 12, 0.25),
-    wire.Arm("u", True),
-    wire.Applied("u", 1, None, 1.0, 0.5),
-    wire.Applied("u", 1, "RuntimeError: no", 1.0, 0.0),
-    wire.Commit("u"),
-    wire.Resumed("u"),
-    wire.Abort("u", "because"),
-    wire.Poison("u", "a mixture"),
-    wire.Ack("begin", "u", 0),
-    wire.Refused("begin", "u", 0, "busy"),
+    messages.Begin("u", "v"),
+    messages.Seal("u", 2**64 - 1),
+    messages.Digests("u", 0, bytes(range(32)), 0.25),
+    messages.Arm("u", True),
+    messages.Applied("u", 1, None, 1.0, 0.5),
+    messages.Applied("u", 1, "RuntimeError: no", 1.0, 0.0),
+    messages.Commit("u"),
+    messages.Resumed("u"),
+    messages.Abort("u", "because"),
+    messages.Poison("u", "a mixture"),
+    messages.Ack("begin", "u", 0),
+    messages.Refused("begin", "u", 0, "busy"),
 ]
 
 
@@ -142,7 +143,7 @@ def test_every_type_of_message_is_in_this_file() -> None:
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 counts = st.integers(0, 2**63)
 layouts = st.builds(
-    wire.Layout,
+    messages.Layout,
     st.lists(
         st.builds(
             TensorSpec,
@@ -160,7 +161,7 @@ layouts = st.builds(
 
 @given(
     st.lists(
-        layouts | st.builds(wire.Digests, texts, counts, st.binary(), counts, st.floats(0)),
+        layouts | st.builds(messages.Digests, texts, counts, st.binary(), st.floats(0)),
         max_size=4,
     )
 )
@@ -192,7 +193,7 @@ def test_a_message_that_comes_byte_by_byte_arrives_whole(raw: Raw) -> None:
 
 def test_a_message_much_larger_than_a_sockets_buffer_arrives_whole(pair: Pair) -> None:
     left, right = pair
-    message = wire.Digests("u", 0, random.Random(0).randbytes(3 << 20), 0, 0.0)
+    message = messages.Digests("u", 0, random.Random(0).randbytes(3 << 20), 0.0)
     sender = threading.Thread(target=left.send, args=(message, soon(30)))
     sender.start()
     assert right.receive(soon(30)) == message
@@ -234,7 +235,7 @@ def test_a_descriptor_travels_with_its_message(pair: Pair) -> None:
 def test_a_descriptor_goes_once_even_if_its_message_goes_in_pieces(pair: Pair) -> None:
     left, right = pair
     fd = os.memfd_create("test")
-    message = wire.Digests("u", 0, bytes(2 << 20), 0, 0.0)
+    message = messages.Digests("u", 0, bytes(2 << 20), 0.0)
     sender = threading.Thread(target=left.send, args=(message, soon(30)), kwargs={"fd": fd})
     sender.start()
     assert right.receive(soon(30)) == message
@@ -290,7 +291,7 @@ def test_a_descriptor_that_nobody_took_is_closed_with_the_channel() -> None:
 def test_who_does_not_read_is_named_when_the_deadline_passes(pair: Pair) -> None:
     left, _ = pair
     with pytest.raises(DeadlineExceeded, match="the left one") as caught:
-        left.send(wire.Digests("u", 0, bytes(8 << 20), 0, 0.0), soon(0.2))
+        left.send(messages.Digests("u", 0, bytes(8 << 20), 0.0), soon(0.2))
     assert caught.value.awaited == "the left one" and caught.value.seconds == 0.2
 
 
@@ -321,7 +322,7 @@ def test_a_peer_that_closes_while_it_is_written_to_is_lost(pair: Pair) -> None:
     closer = threading.Timer(0.1, right.close)
     closer.start()
     with pytest.raises(PeerLost, match="the left one"):
-        left.send(wire.Digests("u", 0, bytes(8 << 20), 0, 0.0), soon())
+        left.send(messages.Digests("u", 0, bytes(8 << 20), 0.0), soon())
     closer.join()
 
 
@@ -399,7 +400,7 @@ def test_a_message_larger_than_a_frame_is_not_sent(
 ) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME", 1000)
     with pytest.raises(ProtocolError, match="exceeds 1000"):
-        pair[0].send(wire.Digests("u", 0, bytes(1000), 0, 0.0), soon())
+        pair[0].send(messages.Digests("u", 0, bytes(1000), 0.0), soon())
     assert pair[1].poll() is None
 
 
@@ -480,7 +481,7 @@ class _Payload:
 def test_a_pickle_is_refused_and_never_run(protocol: int, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     payload = pickle.dumps(_Payload(marker), protocol)
-    inside = msgspec.msgpack.encode(wire.Digests("u", 0, payload, 0, 0.0))
+    inside = msgspec.msgpack.encode(messages.Digests("u", 0, payload, 0.0))
     as_text = msgspec.msgpack.encode({"type": "begin", "update_id": payload, "version": payload})
     for body in (payload, as_text):
         with Raw() as raw, pytest.raises(TransportError):
@@ -488,7 +489,7 @@ def test_a_pickle_is_refused_and_never_run(protocol: int, tmp_path: Path) -> Non
             raise AssertionError("a pickle was taken for a message")
     with Raw() as raw:
         [message] = raw.receives(frame(inside))
-        assert isinstance(message, wire.Digests) and message.digests == payload
+        assert isinstance(message, messages.Digests) and message.digests == payload
     assert not marker.exists()
     pickle.loads(payload)
     assert marker.exists(), "the payload would not have shown anything"

@@ -19,7 +19,8 @@ cache is recomputed), let them end first, or end them at once."""
 
 
 class Engine(Protocol):
-    """One inference engine.
+    """One inference engine. Every call raises a `weightsync.errors.WeightSyncError`: ConnectError
+    where the engine answers with an error or not at all, DeadlineExceeded where it takes too long.
 
     Attributes:
         name: for messages and receipts; unique among the engines of a sender.
@@ -31,8 +32,8 @@ class Engine(Protocol):
     workers: int
     in_process: bool
 
-    def open_session(self, path: str, session: str, deadline: Deadline) -> None:
-        """Let every worker dial in at ``path`` and introduce itself with ``session``."""
+    def open_session(self, path: str, token: str, deadline: Deadline) -> None:
+        """Let every worker dial in at ``path`` and introduce itself with ``token``."""
         ...
 
     def prepare(self, deadline: Deadline) -> None:
@@ -40,11 +41,17 @@ class Engine(Protocol):
         for its length."""
         ...
 
-    def is_paused(self, deadline: Deadline) -> bool: ...
+    def is_paused(self, deadline: Deadline) -> bool:
+        """Whether anybody has paused it."""
+        ...
 
-    def pause(self, mode: PauseMode, deadline: Deadline) -> None: ...
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Take no step until `resume`; returns once the step in progress has ended."""
+        ...
 
-    def resume(self, deadline: Deadline) -> None: ...
+    def resume(self, deadline: Deadline) -> None:
+        """End a pause. Harmless when there is none."""
+        ...
 
     def begin(self, deadline: Deadline) -> None:
         """Open the engine's own update session."""
@@ -55,14 +62,21 @@ class Engine(Protocol):
         here."""
         ...
 
-    def finish(self, version: str | None, deadline: Deadline) -> None:
-        """Close the engine's own update session; the engine reports ``version`` from now on unless
-        it is None."""
+    def finish(self, deadline: Deadline) -> None:
+        """Close the engine's own update session, if one is open."""
         ...
 
-    def adopt_session(self) -> None:
-        """An earlier sender left the engine's own update session open; the next `finish` closes
-        it."""
+    def adopt_session(self, is_open: bool) -> None:
+        """Whether an update session is open is known from the workers: the next `finish` acts on
+        that."""
+        ...
+
+    def set_version(self, version: str, deadline: Deadline) -> None:
+        """The engine reports this version from now on."""
+        ...
+
+    def version(self, deadline: Deadline) -> str | None:
+        """The version that the engine reports."""
         ...
 
     def reset_caches(self, deadline: Deadline, *, recompute: bool) -> None:
@@ -74,8 +88,6 @@ class Engine(Protocol):
         """
         ...
 
-    def version(self, deadline: Deadline) -> str | None:
-        """The version that the engine reports."""
+    def close(self) -> None:
+        """Give up what this object holds; the engine lives on."""
         ...
-
-    def close(self) -> None: ...

@@ -3,6 +3,7 @@ what they were, casts, shapes."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -85,9 +86,7 @@ def _failure(
 
 def _casts(name: str, copies: Sequence[Copy]) -> list[Problem]:
     wrong = {
-        copy.destination_dtype
-        for copy in copies
-        if copy.source_dtype != copy.destination_dtype
+        copy.destination_dtype for copy in copies if copy.source_dtype != copy.destination_dtype
     }
     return [
         Problem("dtype", name, f"is sent as {copies[0].source_dtype}, the engine holds {dtype}")
@@ -111,13 +110,14 @@ def _uncovered(
         if trace.aliases.get(name, name) != name or parameter.numel() == 0:
             continue
         copies = by_parameter.get(name, [])
-        boxes = [copy.destination.box for copy in copies]
+        boxes = [copy.destination.box for copy in copies] + fills[name]
         known = [box for box in boxes if box is not None]
-        if len(known) < len(boxes):
-            continue  # what is no box cannot be judged here
-        if tiles_exactly([*known, *(box for box in fills[name] if box.numel)], parameter.shape):
+        written = sum(math.prod(copy.destination.shape) for copy in copies)
+        written += sum(box.numel for box in fills[name])
+        # What is no box cannot be laid beside the others: there, only the amount is judged.
+        exact = tiles_exactly([box for box in known if box.numel], parameter.shape)
+        if exact or (len(known) < len(boxes) and written == parameter.numel()):
             continue
-        written = sum(box.numel for box in known) + sum(box.numel for box in fills[name])
         parts = _parts(name, packed)
         if written > parameter.numel():
             detail = f"would be written {written} times for {parameter.numel()} elements"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weightsync.box import Box, tiles_exactly, union_numel
 from weightsync.errors import ManifestError, PlanRefused, Problem, ProtocolError
 from weightsync.manifest import Manifest
-from weightsync.wire import Described, Partial
+from weightsync.messages import Described, Partial
 
 __all__ = ["check_descriptions"]
 
@@ -96,6 +96,8 @@ def _remedy(problems: Sequence[Problem]) -> str:
             "send the tensors of the checkpoint that this engine was started with, all of them and "
             "under its names; an engine of another architecture needs a restart with that model"
         )
+    if "engine" in kinds:
+        advice.append("start the engine without what is named above; it is not supported yet")
     if "loader" in kinds:
         advice.append("see the engine's log for the loader's own error")
     return "; ".join(advice) or "compare the names above with the engine's checkpoint"

@@ -26,12 +26,15 @@ class Pieces:
         start: first byte within the whole tensor, uint64.
         nbytes: bytes, uint64.
         address: where they lie, uint64. Valid until the iterator that yielded them is advanced.
+        manifest: the one in which `index` counts, where a source's manifests can differ from one
+            call to the next.
     """
 
     index: NDArray[np.int64]
     start: NDArray[np.uint64]
     nbytes: NDArray[np.uint64]
     address: NDArray[np.uint64]
+    manifest: Manifest | None = None
 
 
 class Source(Protocol):
@@ -57,7 +60,13 @@ class Source(Protocol):
         ...
 
     def pieces(self) -> Iterator[Pieces]:
-        """The bytes of every tensor of `manifest`, each exactly once, in any order and cut."""
+        """The bytes of every tensor of the last `manifest`, each exactly once, in any order and
+        cut.
+
+        Raises:
+            SourceError: tensors were replaced or written to since `pieces` began, as far as the
+                source can see; at the latest after the last piece.
+        """
         ...
 
 
@@ -70,6 +79,11 @@ def fill(
 ) -> NDArray[np.uint64]:
     """Copy a source into memory and digest what was read, in the same pass.
 
+    Digests are of the very bytes that were copied: they say nothing of whether all of these were
+    the trainer's at one moment. That is for the source to notice, and no source notices writers
+    that leave no trace: fused optimizers, writes through ``p.data`` or a raw pointer, other
+    processes, a checkpoint file that is written in place.
+
     Args:
         manifest: of the source.
         destination: address of each tensor's place, shape (n,).
@@ -80,8 +94,8 @@ def fill(
         Digests of the source's bytes, shape (n, 2), uint64.
 
     Raises:
-        SourceError: the pieces are not exactly the manifest's bytes; found before a piece is
-            copied out of bounds.
+        SourceError: the pieces are not exactly the manifest's bytes (found before a piece is
+            copied out of bounds), or the source's tensors were replaced or written to meanwhile.
     """
     count, whole = len(manifest), manifest.nbytes
     digests = np.zeros((count, 2), np.uint64)
@@ -90,6 +104,11 @@ def fill(
     for batch in source.pieces():
         if batch.index.size == 0:
             continue
+        if batch.manifest not in (None, manifest):
+            raise SourceError(
+                "the source's tensors have changed since the manifest was made",
+                remedy="do not add, rename or replace parameters while stage() runs",
+            )
         if int(batch.index.min()) < 0 or int(batch.index.max()) >= count:
             raise SourceError("a source yielded a piece of a tensor that its manifest lacks")
         sizes = whole[batch.index]
@@ -108,11 +127,6 @@ def fill(
         done += int(batch.nbytes.sum())
         if progress is not None:
             progress(done, total)
-    if source.manifest().hash != manifest.hash:
-        raise SourceError(
-            "the source's tensors changed while they were sent",
-            remedy="do not add, rename or replace parameters while stage() runs",
-        )
     if not np.array_equal(arrived, whole):
         wrong = int(np.flatnonzero(arrived != whole)[0])
         raise SourceError(

@@ -7,8 +7,10 @@ own memory is only ever read.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -28,6 +30,9 @@ first match counts)."""
 
 PIECE_BYTES: Final = 16 << 20
 """Bytes of the buffer that tensors which can't be read in place go through."""
+
+SHOWN: Final = 10
+"""Tensors that one error names."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -52,6 +57,16 @@ class StateDictSource:
     Tensors that are one and the same memory (tied weights) are sent once, under the first of their
     names.
 
+    What is sent are the tensors that `manifest` saw. One whose memory is replaced before it has
+    been sent (``p.data = ...``) is an error, and so is one that is written to meanwhile: half of an
+    optimizer step is in no checkpoint. Writes are told by torch's version counters, in this process
+    and on whichever thread. Not seen, and then sent as they fell, are writes that these do not
+    count: by the fused optimizers (``fused=True``, torch 2.13), through ``p.data``, through
+    ``.numpy()`` or ``data_ptr()`` (other libraries, kernels of one's own), by another process that
+    shares the memory, and to tensors made under ``torch.inference_mode()``, which have no counter.
+    Where such a writer is at work, only the caller can keep it from running while an update is
+    staged.
+
     Args:
         tensors: read anew on each update, so that replaced tensors count.
         dtype: declared casts; nothing is cast otherwise.
@@ -63,42 +78,38 @@ class StateDictSource:
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, dtype: CastRule = None) -> None:
         self._mapping = tensors
         self._rule = dtype
-        self._tensors: list[torch.Tensor] = []
-        self._known: list[_Identity] | None = None
-        self._names: list[str] = []
-        self._manifest: Manifest | None = None
+        self._seen: _Seen | None = None
+        self._sending: _Sending | None = None
         self.casts: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
 
-    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self._mapping.items()
+    def _named(self) -> dict[str, torch.Tensor]:
+        return dict(self._mapping)
 
     def manifest(self) -> Manifest:
         """See `weightsync.sources.base.Source`. Cached as long as names, tensors and addresses
         stay what they were."""
-        names, tensors = [], []
-        for name, tensor in self._named():
-            names.append(name)
-            tensors.append(tensor)
-        # Of a class that is not torch's own nobody knows what its identity says: looked at anew.
-        known = [_identity(t) for t in tensors] if all(map(_plain, tensors)) else None
-        unchanged = known is not None and known == self._known and names == self._names
-        if self._manifest is not None and unchanged:
-            return self._manifest
-        self._build(names, tensors)
-        self._known, self._names = known, names
-        if self._manifest is None:
-            raise SourceError("no manifest was built")
-        return self._manifest
+        return self._current().manifest
 
-    def _build(self, names: list[str], tensors: list[torch.Tensor]) -> None:
+    def _current(self) -> _Sending:
+        named = self._named()
+        names, tensors = list(named), list(named.values())
+        if self._sending is None or self._seen is None or not self._seen.still(names, tensors):
+            # Noted before it is looked at: what changes in between is noticed the next time.
+            # Of a class that is not torch's own nobody knows what its metadata says: built anew.
+            seen = _Seen(names, tensors) if all(map(_plain, tensors)) else None
+            self._sending = self._build(names, tensors)
+            self._seen = seen
+        return self._sending
+
+    def _build(self, names: list[str], tensors: list[torch.Tensor]) -> _Sending:
         specs, kept, casts, aliases = [], [], {}, {}
         seen: dict[tuple[object, ...], str] = {}
         taken: dict[str, tuple[str, tuple[object, ...]]] = {}
         for raw, tensor in zip(names, tensors, strict=True):
             name = clean_name(raw)
             _check(raw, tensor)
-            key = (*_identity(tensor)[1:], tensor.is_conj(), tensor.is_neg())
+            key = _memory(tensor)
             first, same = taken.setdefault(name, (raw, key))
             if same != key:
                 raise ManifestError(
@@ -117,34 +128,44 @@ class StateDictSource:
                 casts[name] = f"{dtype_name(tensor.dtype)} -> {dtype_name(to)}"
             specs.append(TensorSpec(name, dtype_name(to), tuple(tensor.shape)))
             kept.append(tensor)
-        self._manifest, self._tensors = Manifest(specs), kept
+        sending = _Sending(Manifest(specs), kept, names, tensors)
         self.casts, self.aliases = casts, aliases
+        return sending
 
     def pieces(self) -> Iterator[Pieces]:
-        """See `weightsync.sources.base.Source`."""
-        manifest = self.manifest()
-        direct: list[int] = []
-        indirect: list[int] = []
-        for index, (spec, tensor) in enumerate(zip(manifest.tensors, self._tensors, strict=True)):
-            in_place = (
-                tensor.device.type == "cpu"
-                and tensor.is_contiguous()
-                and dtype_name(tensor.dtype) == spec.dtype
-                and not tensor.is_conj()
-                and not tensor.is_neg()
-            )
-            (direct if in_place else indirect).append(index)
-        rows = np.array(direct, np.int64)
-        addresses = np.array([self._tensors[i].data_ptr() for i in direct], np.uint64)
+        """See `weightsync.sources.base.Source`: the tensors that the last `manifest` saw.
+
+        Raises:
+            SourceError: a tensor's memory was replaced since then, or it was written to meanwhile;
+                found once the last piece has been taken.
+        """
+        sending = self._sending or self._current()
+        before = _versions(sending.watched)
+        # Whatever becomes of the tensors, memory that is being read is not given back.
+        held = [tensor.untyped_storage() for tensor in sending.in_place]
+        sending.check_unmoved()
+        manifest, rows = sending.manifest, sending.rows
         if rows.size:
-            yield Pieces(rows, np.zeros(rows.size, np.uint64), manifest.nbytes[rows], addresses)
-        for index in indirect:
-            yield from converted_pieces(index, self._tensors[index], manifest.tensors[index].dtype)
+            starts = np.zeros(rows.size, np.uint64)
+            yield Pieces(rows, starts, manifest.nbytes[rows], sending.addresses, manifest)
+        del held
+        for index in sending.converted:
+            dtype = manifest.tensors[index].dtype
+            for piece in converted_pieces(index, sending.tensors[index], dtype):
+                yield dataclasses.replace(piece, manifest=manifest)
+        sending.check_unmoved()
+        after = _versions(sending.watched)
+        if after != before:
+            raise _torn([n for n, a, b in zip(sending.names, before, after, strict=True) if a != b])
 
 
 class ModuleSource(StateDictSource):
     """All parameters and persistent buffers of a module, wrappers' prefixes stripped in any
     nesting.
+
+    Parameters that are replaced or written to while they are sent are an error, as far as torch's
+    version counters tell: what these do not see (fused optimizers, writes through ``p.data`` or
+    ``data_ptr()``, other processes) stands under `StateDictSource`.
 
     Args:
         module: read anew on each update; never changed.
@@ -155,8 +176,94 @@ class ModuleSource(StateDictSource):
         super().__init__({}, dtype=dtype)
         self._module = module
 
-    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self._module.state_dict(keep_vars=True).items()
+    def _named(self) -> dict[str, torch.Tensor]:
+        named: dict[str, torch.Tensor] = self._module.state_dict(keep_vars=True)
+        return named
+
+
+class _Seen:
+    """Tensors of torch's own classes and all that makes a manifest, to tell whether a later look
+    finds the same. Of 30,000 tensors each line costs 1 to 4 ms, so there is no loop in Python."""
+
+    def __init__(self, names: list[str], tensors: list[torch.Tensor]) -> None:
+        self._names = names
+        self._tensors = tensors  # themselves: another tensor may later get the id of one that went
+        self._addresses = list(map(_ADDRESS, tensors))
+        self._dtypes = list(map(_DTYPE, tensors))
+        self._shapes = list(map(_SHAPE, tensors))
+        self._strides = list(map(_STRIDE, tensors))
+        self._negated = list(map(_NEGATED, tensors))
+        self._complex = [tensor for tensor in tensors if tensor.is_complex()]
+        self._conjugated = [tensor.is_conj() for tensor in self._complex]
+
+    def still(self, names: list[str], tensors: list[torch.Tensor]) -> bool:
+        """Whether these are the same, unchanged. The device is told by the address, the layout by
+        the tensor (torch changes it in none)."""
+        return (
+            names == self._names
+            and all(map(operator.is_, tensors, self._tensors))
+            and set(map(type, tensors)) <= _PLAIN
+            and list(map(_ADDRESS, tensors)) == self._addresses
+            and all(map(operator.is_, map(_DTYPE, tensors), self._dtypes))
+            and all(map(operator.eq, map(_SHAPE, tensors), self._shapes))
+            and all(map(operator.eq, map(_STRIDE, tensors), self._strides))
+            and list(map(_NEGATED, tensors)) == self._negated
+            and [tensor.is_conj() for tensor in self._complex] == self._conjugated
+        )
+
+
+class _Sending:
+    """A manifest's tensors, sorted once into those that are read in place and the others.
+
+    Attributes:
+        tensors: one for each of the manifest's.
+        rows: indices of those that are read in place.
+        in_place: these tensors.
+        addresses: where these lie.
+        converted: indices of the others.
+        watched: every tensor that the mapping holds: tied ones may have version counters of their
+            own.
+        names: of `watched`.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tensors: list[torch.Tensor],
+        names: list[str],
+        watched: list[torch.Tensor],
+    ) -> None:
+        self.manifest, self.tensors = manifest, tensors
+        self.names, self.watched = names, watched
+        in_place = [
+            _readable(tensor, spec.dtype)
+            for tensor, spec in zip(tensors, manifest.tensors, strict=True)
+        ]
+        self.rows = np.flatnonzero(np.array(in_place, bool))
+        self.converted = np.flatnonzero(~np.array(in_place, bool)).tolist()
+        self.in_place = [tensors[i] for i in self.rows.tolist()]
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._contiguous = [tensor.is_contiguous() for tensor in tensors]
+        self.addresses = np.array(self._addresses, np.uint64)[self.rows]
+
+    def check_unmoved(self) -> None:
+        """Whether each of the manifest's tensors lies where it lay when that was made.
+
+        Raises:
+            SourceError: one does not; names it.
+        """
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        contiguous = [tensor.is_contiguous() for tensor in self.tensors]
+        if addresses != self._addresses or contiguous != self._contiguous:
+            was = zip(self._addresses, self._contiguous, strict=True)
+            now = zip(addresses, contiguous, strict=True)
+            first = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
+            raise SourceError(
+                f"{self.manifest.tensors[first].name!r} was replaced while it was sent: its memory "
+                "is not where it was when the manifest was made",
+                remedy="do not replace, move or resize parameters between manifest and send, that "
+                "is, while stage() runs",
+            )
 
 
 def converted_pieces(index: int, tensor: torch.Tensor, dtype: str) -> Iterator[Pieces]:
@@ -181,17 +288,59 @@ def _one(value: int) -> NDArray[np.uint64]:
     return np.array([value], np.uint64)
 
 
-_Identity = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes whose metadata mean what torch says. Others may compute them, or hide tensors within."""
 
-
-def _identity(tensor: torch.Tensor) -> _Identity:
-    """Changes when the tensor is another, or has other memory, dtype, shape or strides."""
-    return (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+_ADDRESS: Final = torch.Tensor.data_ptr
+_DTYPE: Final = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_SHAPE: Final = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_STRIDE: Final = torch.Tensor.stride
+_NEGATED: Final = torch.Tensor.is_neg
 
 
 def _plain(tensor: object) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and (
-        tensor.layout == torch.strided  # type: ignore[attr-defined]
+    return type(tensor) in _PLAIN and tensor.layout == torch.strided  # type: ignore[attr-defined]
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that show the same memory in the same way."""
+    return (
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _readable(tensor: torch.Tensor, dtype: str) -> bool:
+    """Whether a tensor's memory holds just the bytes that are sent."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and dtype_name(tensor.dtype) == dtype
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int | None]:
+    """torch's counters of writes; None for inference tensors, which have none."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _torn(names: list[str]) -> SourceError:
+    shown = ", ".join(map(repr, map(clean_name, names[:SHOWN])))
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return SourceError(
+        f"{len(names)} tensor(s) were written to while they were sent, so that what was sent may "
+        f"mix two steps: {shown}{more}",
+        remedy="call stage() between optimizer steps; if training must go on meanwhile, copy the "
+        "state dict and send the copy",
     )
 
 

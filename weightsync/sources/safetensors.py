@@ -78,6 +78,12 @@ class _Stored:
 class SafetensorsSource:
     """A checkpoint directory, or one ``.safetensors`` file.
 
+    Headers are read once, on construction; the data when an update is staged, by mmap. Files must
+    stay as they are until then: one that is written in place by another process is sent as it
+    fell, and one that is *truncated* while it is read ends this process with SIGBUS, which no
+    library can turn into an error. So never write checkpoints in place: write beside, then rename,
+    and make a new source for the new files.
+
     Args:
         path: the directory or file.
         dtype: declared casts; nothing is cast otherwise.

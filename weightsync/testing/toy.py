@@ -84,12 +84,12 @@ class ToyEngine:
 
     # --- the engine protocol ----------------------------------------------------------------
 
-    def open_session(self, path: str, session: str, deadline: Deadline) -> None:
-        self._called("open_session", deadline, "join", path=path, session=session)
+    def open_session(self, path: str, token: str, deadline: Deadline) -> None:
+        self._called("open_session", deadline, "join", path=path, token=token)
 
     def prepare(self, deadline: Deadline) -> None:
         self.begin(deadline)
-        self.finish(None, deadline)
+        self.finish(deadline)
 
     def is_paused(self, deadline: Deadline) -> bool:
         return self._paused
@@ -109,15 +109,17 @@ class ToyEngine:
     def apply(self, update_id: str, deadline: Deadline) -> None:
         self._called("apply", deadline, "apply", update_id=update_id)
 
-    def finish(self, version: str | None, deadline: Deadline) -> None:
-        if not self._session_open:
-            return
-        self._session_open = False
-        self._called("finish", deadline, "finish")
-        self._version = version if version is not None else self._version
+    def finish(self, deadline: Deadline) -> None:
+        if self._session_open:
+            self._called("finish", deadline, "finish")
+            self._session_open = False
 
-    def adopt_session(self) -> None:
-        self._session_open = True
+    def adopt_session(self, is_open: bool) -> None:
+        self._session_open = is_open
+
+    def set_version(self, version: str, deadline: Deadline) -> None:
+        self.calls.append("set_version")
+        self._version = version
 
     def reset_caches(self, deadline: Deadline, *, recompute: bool) -> None:
         self.calls.append("reset_caches")

@@ -34,6 +34,7 @@ class FaultyTarget(ModuleTarget):
         apply_raises: text of an exception raised after half of the tensors were written
         apply_kills: SIGKILL of this process, after half of the tensors were written
         verify_kills: SIGKILL of this process instead of an answer
+        refuse_raises: requests cannot be refused
     """
 
     def __init__(self, module: torch.nn.Module, faults: dict[str, Any]) -> None:
@@ -51,6 +52,11 @@ class FaultyTarget(ModuleTarget):
         if "verify_skips" in self.faults:
             digests[self.faults["verify_skips"]] = 0
         return digests
+
+    def refuse(self, reason: str) -> None:
+        if "refuse_raises" in self.faults:
+            raise OSError("no space for a mark")
+        super().refuse(reason)
 
     def apply(self, weights: StagedWeights) -> ApplyReport:
         if "apply_raises" in self.faults or "apply_kills" in self.faults:
@@ -91,7 +97,7 @@ def main() -> None:
         answer: dict[str, Any] = {}
         call = request.pop("call")
         if call == "join":
-            receiver.join(request["path"], request["session"])
+            receiver.join(request["path"], request["token"])
         elif call == "prepare":
             receiver.prepare()
         elif call == "apply":

@@ -1,0 +1,41 @@
+"""Engines that an update is known to get wrong, or that were never tried: refused by name, before
+anything moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsync.errors import Problem
+
+__all__ = ["unsupported"]
+
+
+def unsupported(vllm_config: Any) -> list[Problem]:
+    """What of a worker's configuration rules an update out; empty when nothing does."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    found = []
+
+    def refuse(setting: str, why: str) -> None:
+        found.append(Problem("engine", setting, why))
+
+    if vllm_config.quant_config is not None:
+        name = getattr(vllm_config.quant_config, "get_name", lambda: model.quantization)()
+        refuse(f"quantization={name}", "a reload of quantized weights was seen to serve garbage")
+    if vllm_config.speculative_config is not None:
+        refuse("speculative_config", "the draft model would keep its old weights")
+    if vllm_config.lora_config is not None:
+        refuse("enable_lora", "reloading under adapters was not tried")
+    if getattr(model, "runner_type", "generate") != "generate":
+        refuse(f"runner={model.runner_type}", "requests of pooling models pass the admission guard")
+    if parallel.pipeline_parallel_size > 1:
+        refuse("pipeline_parallel_size", "a worker that holds only some layers was not tried")
+    if parallel.data_parallel_size > 1:
+        refuse("data_parallel_size", "several engine cores behind one front end were not tried")
+    executor = parallel.distributed_executor_backend
+    if executor not in (None, "mp", "uni"):
+        refuse(
+            f"distributed_executor_backend={executor}",
+            "its workers do not inherit the front end's name, so that it could not refuse requests "
+            "while one of them is poisoned",
+        )
+    return found

@@ -1,0 +1,254 @@
+"""The messages between a sender and its workers: a closed set of typed structs. Pure data.
+
+Answers carry what they belong to (an update's id, a layout's hash), so that a late one is told from
+the one that is awaited.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from weightsync.errors import ProblemKind
+from weightsync.manifest import TensorSpec
+
+__all__ = [
+    "PROTOCOL",
+    "Abort",
+    "Ack",
+    "AnyMessage",
+    "Applied",
+    "Arm",
+    "Begin",
+    "Commit",
+    "Described",
+    "Digests",
+    "Hello",
+    "Joined",
+    "Layout",
+    "Message",
+    "Partial",
+    "Poison",
+    "Refused",
+    "Resumed",
+    "Seal",
+    "Welcome",
+    "WireProblem",
+    "WorkerStatus",
+]
+
+PROTOCOL: Final = 1
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """What a worker knows about itself; it outlives senders.
+
+    Attributes:
+        phase: of the update in progress, or of the last one (`weightsync.update.Phase`).
+        version: of the weights served, None before the first update.
+        epoch: the highest epoch that any sender has held.
+        poisoned: why the worker may hold a mixture, else None.
+        holds_pause: a sender paused this engine and has not said that it resumed it.
+        session_open: the engine's own update session was started and not finished.
+    """
+
+    phase: str
+    version: str | None
+    epoch: int
+    poisoned: str | None
+    holds_pause: bool
+    session_open: bool
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Worker to sender, first of all."""
+
+    protocol: int
+    session: str
+    rank: int
+    world_size: int
+    pid: int
+    device: str
+    engine: str
+    status: WorkerStatus
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """Sender to worker: you are mine from now on, under this epoch."""
+
+    epoch: int
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """Worker to sender: what an earlier sender left has been cleared; this is how things stand."""
+
+    rank: int
+    status: WorkerStatus
+
+
+class Layout(Message, frozen=True, tag="layout"):
+    """Sender to worker, with the arena's descriptor: what will lie where.
+
+    Attributes:
+        tensors: the manifest, in order.
+        offsets: of each tensor in the arena, in bytes.
+        arena_bytes: size of the arena.
+        manifest_hash: checked by the worker against its own computation.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    arena_bytes: int
+    manifest_hash: str
+
+
+class WireProblem(msgspec.Struct, frozen=True):
+    """`weightsync.errors.Problem` on the wire."""
+
+    kind: ProblemKind
+    name: str
+    detail: str
+
+
+class Partial(msgspec.Struct, frozen=True, array_like=True):
+    """One box of a checkpoint tensor that this worker takes, where it does not take it whole."""
+
+    index: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class Described(Message, frozen=True, tag="described"):
+    """Worker to sender: whether the target takes the layout.
+
+    Attributes:
+        manifest_hash: of the layout that was looked at.
+        problems: empty when it fits.
+        partial: the boxes taken of tensors that are not taken whole.
+        seconds: that looking took.
+    """
+
+    rank: int
+    manifest_hash: str
+    problems: tuple[WireProblem, ...]
+    partial: tuple[Partial, ...]
+    seconds: float
+
+
+class Begin(Message, frozen=True, tag="begin"):
+    """Sender to worker: the arena is about to be overwritten."""
+
+    update_id: str
+    version: str
+
+
+class Seal(Message, frozen=True, tag="seal"):
+    """Sender to worker: all bytes are there; digest them with this seed."""
+
+    update_id: str
+    seed: int
+
+
+class Digests(Message, frozen=True, tag="digests"):
+    """Worker to sender: one digest per tensor, as (n, 2) little-endian u64. Each covers its
+    tensor's bytes and their number."""
+
+    update_id: str
+    rank: int
+    digests: bytes
+    seconds: float
+
+
+class Arm(Message, frozen=True, tag="arm"):
+    """Sender to worker: all have voted, the next apply with this id is allowed.
+
+    Attributes:
+        holds_pause: the sender is about to pause the engine; whoever comes after it must resume it.
+    """
+
+    update_id: str
+    holds_pause: bool
+
+
+class Applied(Message, frozen=True, tag="applied"):
+    """Worker to sender: how applying went.
+
+    Attributes:
+        error: None, or what went wrong.
+        seconds: that applying took, all in all.
+        load_seconds: thereof in the engine's own loader.
+    """
+
+    update_id: str
+    rank: int
+    error: str | None
+    seconds: float
+    load_seconds: float
+
+
+class Commit(Message, frozen=True, tag="commit"):
+    """Sender to worker: every worker applied it; this version is served from now on."""
+
+    update_id: str
+
+
+class Resumed(Message, frozen=True, tag="resumed"):
+    """Sender to worker: the engine is no longer paused by this sender."""
+
+    update_id: str
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """Sender to worker: nothing will be applied; the arena means nothing."""
+
+    update_id: str
+    reason: str
+
+
+class Poison(Message, frozen=True, tag="poison"):
+    """Sender to worker: another worker failed to apply; serve nothing until cured."""
+
+    update_id: str
+    reason: str
+
+
+class Ack(Message, frozen=True, tag="ack"):
+    """Worker to sender: done. ``of`` is the tag of the message that is answered."""
+
+    of: str
+    update_id: str
+    rank: int
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """Worker to sender: this can't be done, and why. The worker's state has not changed."""
+
+    of: str
+    update_id: str
+    rank: int
+    reason: str
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Joined
+    | Layout
+    | Described
+    | Begin
+    | Seal
+    | Digests
+    | Arm
+    | Applied
+    | Commit
+    | Resumed
+    | Abort
+    | Poison
+    | Ack
+    | Refused
+)

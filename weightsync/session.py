@@ -1,0 +1,168 @@
+"""A worker's connection to one sender, and the thread that serves it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import stat
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from weightsync.deadline import Deadline
+from weightsync.errors import PeerLost, ProtocolError, UpdateRefused, WeightSyncError
+from weightsync.messages import Hello, Joined, Message, Refused, Welcome
+from weightsync.wire import Channel, check_peer
+
+__all__ = ["Session", "SessionOwner"]
+
+log = logging.getLogger("weightsync.receiver")
+
+ANSWER_SECONDS = 60.0
+"""How long a worker waits for a sender to take an answer, or to welcome it."""
+CONNECT_SECONDS = 5.0
+"""How long an engine's thread may be held up by dialling in."""
+
+
+class SessionOwner(Protocol):
+    """What a session needs of its receiver. All calls come from the session's thread."""
+
+    rank: int
+
+    def hello(self, token: str) -> Hello: ...
+
+    def take_over(self, session: Session, epoch: int) -> Joined:
+        """The session holds the worker from now on."""
+        ...
+
+    def handle(self, session: Session, message: Message) -> Message:
+        """Act on one message; the answer."""
+        ...
+
+    def lost(self, session: Session, reason: str) -> None:
+        """The connection has ended. Called once, last of all."""
+        ...
+
+
+class Session:
+    """Dials in at once, in the caller's thread; serves the sender in a thread of its own.
+
+    Args:
+        owner: acts on what the sender says.
+        path: of the sender's socket, in a private directory of this user.
+        token: introduces the engine.
+
+    Raises:
+        OSError, ProtocolError: nobody listens there, or somebody who must not.
+    """
+
+    def __init__(self, owner: SessionOwner, path: str, token: str) -> None:
+        _check_place(path)
+        self._owner = owner
+        self._token = token
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(CONNECT_SECONDS)
+            sock.connect(path)
+            self.channel = Channel(sock, f"the sender (pid {check_peer(sock)})")
+        except BaseException:
+            sock.close()
+            raise
+        self._send_lock = threading.Lock()
+        # Other threads end the session through this pipe: closing a polled socket wakes nobody.
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="weightsync-receiver", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._close()
+            raise
+
+    def answer(self, message: Message) -> None:
+        """Send. A lost sender is no error here, the session's own thread notices it."""
+        try:
+            with self._send_lock:
+                if not self._ended:
+                    self.channel.send(message, Deadline.after(ANSWER_SECONDS))
+        except (WeightSyncError, OSError, ValueError) as error:
+            log.warning("an answer did not reach the sender: %s", error)
+
+    def supersede(self, epoch: int) -> None:
+        """Tell this sender that a newer one has taken over, and end."""
+        reason = f"a newer sender (epoch {epoch}) has taken over"
+        self.answer(Refused(of="session", update_id="", rank=self._owner.rank, reason=reason))
+        self.stop()
+
+    def stop(self) -> None:
+        """Let the thread end, and wait for it unless it is the caller."""
+        with self._send_lock:
+            if not self._ended:
+                os.write(self._wake_write, b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(ANSWER_SECONDS)
+
+    def _run(self) -> None:
+        reason = "its connection was closed"
+        try:
+            self.answer(self._owner.hello(self._token))
+            welcome = self.channel.receive(Deadline.after(ANSWER_SECONDS))
+            if not isinstance(welcome, Welcome):
+                raise ProtocolError(f"expected a welcome, got {type(welcome).__name__}")
+            self.answer(self._owner.take_over(self, welcome.epoch))
+            self._serve()
+        except PeerLost as error:
+            reason = str(error)
+        except WeightSyncError as error:
+            reason = str(error)
+            log.error("session ended: %s", error)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            log.exception("session ended by a fault of its own")
+        finally:
+            try:
+                self._owner.lost(self, reason)
+            finally:
+                self._close()
+
+    def _serve(self) -> None:
+        poller = select.poll()
+        poller.register(self.channel, select.POLLIN)
+        poller.register(self._wake_read, select.POLLIN)
+        while True:
+            message = self.channel.poll()
+            if message is None:
+                # Idle between updates, however long they are apart: the wait ends with the next
+                # message, with the sender's death, or with `stop`.
+                if any(fd == self._wake_read for fd, _ in poller.poll()):
+                    return
+                continue
+            try:
+                reply = self._owner.handle(self, message)
+            except UpdateRefused as error:
+                reply = Refused(
+                    of=str(message.__struct_config__.tag),
+                    update_id=getattr(message, "update_id", ""),
+                    rank=self._owner.rank,
+                    reason=str(error),
+                )
+            self.answer(reply)
+
+    def _close(self) -> None:
+        with self._send_lock:
+            self._ended = True
+            self.channel.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+
+def _check_place(path: str) -> None:
+    """A path that came over HTTP must lead to a place that only this user can have made."""
+    directory = Path(path).parent
+    found = directory.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ProtocolError(
+            f"{directory} must be a directory of mode 0700 that belongs to user {os.geteuid()}"
+        )
