@@ -2,9 +2,9 @@
 
     import weightsync as ws
 
-    engine = ws.connect("vllm+http://127.0.0.1:8000") sender =
-    ws.WeightSender(ws.ModuleSource(model), engines=[engine]) receipt = sender.sync(version=step)
-    # returns only when every worker has proven its bytes
+    engine = ws.connect("vllm+http://127.0.0.1:8000")
+    sender = ws.WeightSender(ws.ModuleSource(model), engines=[engine])
+    receipt = sender.sync(version=step)      # returns only when every worker has proven its bytes
 
 Importing this package touches no GPU, starts nothing, and loads nothing heavy: names are looked up
 when they are used, since every vLLM on the machine imports this package for its plug-in.

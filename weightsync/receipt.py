@@ -1,7 +1,7 @@
 """The record of one update: what was delivered, what was proven of it, and how long it took.
 
-Receipts form a chain: each carries the hash of the one before, so that a log of them cannot lose
-    or swap an entry unnoticed.
+Receipts form a chain: each carries the hash of the one before, so that a log of them cannot lose or
+swap an entry unnoticed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EngineReceipt(msgspec.Struct, frozen=True):
         engine: name and version of the software.
         pause: how requests in flight were treated: "keep", "wait" or "abort".
         paused_seconds: from asking for the pause until the engine had resumed.
-        seconds: thereof by step: pause, apply, version, reset, resume.
+        seconds: thereof by step: pause, apply, finish, reset, version, resume.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The state machine of one update, shared by both sides. No I/O, no clock, no thread.
+"""The state machine of one update, as every worker keeps it. No I/O, no clock, no thread.
 
     idle -> receiving -> sealed -> verified -> applying -> committed
                  \\          \\          \\           \\
@@ -41,13 +41,13 @@ _NEXT = {
 
 
 class UpdateState:
-    """One side's record of where it stands.
+    """A worker's record of where it stands.
 
     Attributes:
         phase: of the update in progress, or how the last one ended.
         update_id: of that update.
         version: of the weights that are served; changes only on commit.
-        poisoned: why this side may hold a mixture, else None.
+        poisoned: why the worker may hold a mixture, else None.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class UpdateState:
         self.phase = Phase.ABORTED if self.poisoned is None else Phase.POISONED
 
     def poison(self, reason: str) -> None:
-        """This side may hold a mixture. Allowed at any time."""
+        """The worker may hold a mixture. Allowed at any time."""
         self.phase, self.poisoned = Phase.POISONED, reason
 
     def expect(self, update_id: str, phase: Phase) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from servers import Server, shell_server, vllm_server
 
 import weightsync as ws
@@ -142,8 +143,6 @@ def test_requests_in_flight_are_treated_as_asked(rig: Rig, pause: str) -> None:
 
 def explained(model, rollout: Rollout) -> list[bool]:
     """For each token, whether this model gives it this log-probability."""
-    import torch
-
     ids = torch.tensor([PROMPTS[0] + rollout.token_ids])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, len(PROMPTS[0]) - 1 : -1]
@@ -320,9 +319,10 @@ def test_a_server_without_a_flag_is_refused_with_the_command_that_works(
     # "With your other flags added": of this server's, the one without which it compiles for long.
     with shell_server(f"{command} --enforce-eager", server.url, tmp_path / "log"):
         engine = ws.connect(f"vllm+{server.url}")
-        source = ws.SafetensorsSource(build_checkpoint("qwen2", "B"))
+        # Started so, vLLM runs an fp32 checkpoint in bf16; a cast has to be declared.
+        source = ws.SafetensorsSource(build_checkpoint("qwen2", "B"), dtype=torch.bfloat16)
         with ws.WeightSender(source, [engine]) as sender:
-            sender.sync(1)
+            assert len(sender.sync(1).casts) == 27
         assert engine.version(Deadline.after(10)) == "1"
 
 

@@ -1171,8 +1171,28 @@ def test_a_file_that_shrinks_after_it_was_opened_is_refused_and_not_read(tmp_pat
     safetensors.torch.save_file({"w": torch.randn(10_000)}, file)
     source = SafetensorsSource(file)
     os.truncate(file, 8192)
-    with pytest.raises(SourceError, match="shorter"):
+    with pytest.raises(SourceError, match="not the file any more"):
         deliver(source)
+
+
+@pytest.mark.parametrize("how", ["replaced", "written in place"])
+def test_a_file_that_was_changed_since_its_header_was_read_is_refused(
+    how: str, tmp_path: Path
+) -> None:
+    """As long as before, but with two tensors in other places: their bytes would be swapped."""
+    path = tmp_path / "model.safetensors"
+    first, second = torch.zeros(8), torch.ones(8)
+    safetensors.torch.save_file({"a": first, "b": second}, path)
+    source = SafetensorsSource(path)
+    other = tmp_path / "other"
+    safetensors.torch.save_file({"a": second, "b": first}, other)
+    if how == "replaced":
+        other.rename(path)
+    else:
+        path.write_bytes(other.read_bytes())
+    with pytest.raises(SourceError, match="not the file any more"):
+        list(source.pieces())
+    list(SafetensorsSource(path).pieces())
 
 
 def remove_a_file(directory: Path) -> None:

@@ -78,11 +78,10 @@ class _Stored:
 class SafetensorsSource:
     """A checkpoint directory, or one ``.safetensors`` file.
 
-    Headers are read once, on construction; the data when an update is staged, by mmap. Files must
-    stay as they are until then: one that is written in place by another process is sent as it
-    fell, and one that is *truncated* while it is read ends this process with SIGBUS, which no
-    library can turn into an error. So never write checkpoints in place: write beside, then rename,
-    and make a new source for the new files.
+    Headers are read once, on construction; the data when an update is staged, by mmap. Files that
+    have changed by then, or while they are read, are an error: make a new source for new files. One
+    that is *truncated* while it is read ends this process with SIGBUS, which no library can turn
+    into an error. So never write checkpoints in place: write beside, then rename.
 
     Args:
         path: the directory or file.
@@ -98,6 +97,7 @@ class SafetensorsSource:
         self.casts: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
         self._stored = _read_checkpoint(self.path)
+        self._seen = {file: _identity(file.stat()) for file in {s.file for s in self._stored}}
         if not self._stored:
             raise SourceError(f"{self.path} holds no tensor")
         specs = []
@@ -121,14 +121,8 @@ class SafetensorsSource:
             by_file.setdefault(stored.file, []).append(index)
         for file, indices in by_file.items():
             with file.open("rb") as handle:
+                self._check_unchanged(file, os.fstat(handle.fileno()))
                 size = os.fstat(handle.fileno()).st_size
-                for index in indices:
-                    stored = self._stored[index]
-                    if stored.offset + stored.spec.nbytes > size:
-                        raise SourceError(
-                            f"{file} has become shorter while it was read: "
-                            f"{stored.spec.name!r} is cut off"
-                        )
                 # Private and writable only because torch wants writable buffers; nothing is ever
                 # written.
                 mapping = mmap.mmap(
@@ -139,6 +133,14 @@ class SafetensorsSource:
                 )
             mapping.madvise(mmap.MADV_SEQUENTIAL)
             yield from self._file_pieces(mapping, indices)
+            self._check_unchanged(file, file.stat())
+
+    def _check_unchanged(self, file: Path, found: os.stat_result) -> None:
+        if _identity(found) != self._seen[file]:
+            raise SourceError(
+                f"{file} is not the file any more that was opened",
+                remedy="make a new source; write checkpoints beside the old ones, then rename",
+            )
 
     def _file_pieces(self, mapping: mmap.mmap, indices: list[int]) -> Iterator[Pieces]:
         base = address_of(mapping)
@@ -163,6 +165,10 @@ class SafetensorsSource:
         if batch:
             yield _pieces(batch)
         # The mapping goes with the last reference; its pages stay in the page cache only.
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _cast(spec: TensorSpec, rule: CastRule) -> str:

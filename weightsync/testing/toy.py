@@ -1,8 +1,8 @@
 """A toy engine for tests: real worker processes, real sockets and shared memory, a small module,
 and a switch per fault.
 
-    with ToyEngine({"a.weight": ("float32", [4, 3])}, workers=2, faults={1: {"apply_raises":
-    "no"}}) as engine:
+    shapes = {"a.weight": ("float32", [4, 3])}
+    with ToyEngine(shapes, workers=2, faults={1: {"apply_raises": "no"}}) as engine:
         WeightSender(source, [engine]).sync(1)
 
 Each worker is ``python -m weightsync.testing.toy_worker``, spoken to in lines of JSON.
