@@ -237,10 +237,16 @@ def test_a_failed_apply_poisons_refuses_at_admission_and_is_cured_by_a_full_upda
             patch.setattr(StagedWeights, "tensors", failing)
             sender.sync("B")
         assert rig.llm.get_weight_version() == "A"
+        assert rig.llm.apply_model(parameters_without_storage) == [0]
         with pytest.raises(VLLMValidationError, match="weightsync: this engine may hold a mixture"):
             rig.rollouts(PROMPTS)
         sender.sync("cured")
     rig.assert_serves("B")
+
+
+def parameters_without_storage(model: torch.nn.Module) -> int:
+    """A step on one of them would end the engine."""
+    return sum(parameter.is_meta for parameter in model.parameters())
 
 
 def test_the_traced_copies_are_what_the_engines_own_loader_does(rig: Rig) -> None:
