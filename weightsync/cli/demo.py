@@ -180,8 +180,8 @@ def _show(document: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "All steps are proven: each worker digested, in place, the bytes that it handed to its\n"
-        "engine's loader, and every tensor's digest is the trainer's."
+        "All steps are proven: each worker digested in place what its engine's loader is\n"
+        "handed, and every tensor's digest is the trainer's."
     )
 
 
