@@ -4,7 +4,8 @@ nothing of vLLM."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -16,6 +17,8 @@ from weightsync.errors import ConnectError, DeadlineExceeded
 __all__ = ["VllmObject", "VllmServer", "connect_http", "wrap_object"]
 
 CONNECT_SECONDS = 30.0
+CHECK_SECONDS = 0.5
+"""How often a call into another process looks whether that is still alive."""
 CONFIG = '{"backend": "weightsync"}'
 
 
@@ -184,6 +187,13 @@ class VllmObject:
     ``LLM`` takes steps only while its owner calls it. A sender is one more such call: it must not
     run while another thread is in ``generate``. So nothing is in flight and there is nothing to
     pause; requests that were enqueued but not run go on with the new weights.
+
+    Args:
+        llm: created with ``weight_transfer_config={"backend": "weightsync"}``.
+        name: for messages.
+
+    Raises:
+        ConnectError: it was created without it.
     """
 
     in_process = True
@@ -191,21 +201,24 @@ class VllmObject:
     def __init__(self, llm: Any, *, name: str | None = None) -> None:
         self._llm = llm
         self.name = name or f"vllm-llm-{id(llm):x}"
-        config = llm.llm_engine.vllm_config.weight_transfer_config
-        if config is None or config.backend != "weightsync":
-            found = None if config is None else config.backend
+        config = llm.llm_engine.vllm_config
+        backend = getattr(config.weight_transfer_config, "backend", None)
+        if backend != "weightsync":
             raise ConnectError(
-                f"this LLM was created with weight-transfer backend {found!r}, expected "
+                f"this LLM was created with weight-transfer backend {backend!r}, expected "
                 "'weightsync'",
                 remedy="create it so: LLM(..., weight_transfer_config={'backend': 'weightsync'})",
             )
         self.workers = int(llm.get_world_size())
         self._session_open = False
-        self._multimodal = bool(llm.llm_engine.vllm_config.model_config.multimodal_config)
+        self._multimodal = bool(config.model_config.multimodal_config)
+        core = llm.llm_engine.engine_core
+        self._core = core
+        self._same_process = any(kind.__name__ == "InprocClient" for kind in type(core).__mro__)
 
     def open_session(self, path: str, token: str, deadline: Deadline) -> None:
         info = {"path": path, "session": token}
-        self._llm.init_weight_transfer_engine({"init_info": info})
+        self._call(deadline, self._llm.init_weight_transfer_engine, {"init_info": info})
 
     def prepare(self, deadline: Deadline) -> None:
         self.begin(deadline)
@@ -215,43 +228,84 @@ class VllmObject:
         return False
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        pass
+        """Nothing to do, see the class."""
 
     def resume(self, deadline: Deadline) -> None:
-        pass
+        """Nothing to do, see the class."""
 
     def begin(self, deadline: Deadline) -> None:
         self._session_open = True
-        self._llm.start_weight_update()
+        self._call(deadline, self._llm.start_weight_update)
 
     def apply(self, update_id: str, deadline: Deadline) -> None:
-        self._llm.update_weights({"update_info": {"update_id": update_id}})
+        info = {"update_info": {"update_id": update_id}}
+        self._call(deadline, self._llm.update_weights, info)
 
     def finish(self, deadline: Deadline) -> None:
         if self._session_open:
-            self._llm.finish_weight_update()
+            self._call(deadline, self._llm.finish_weight_update)
             self._session_open = False
 
     def adopt_session(self, is_open: bool) -> None:
         self._session_open = is_open
 
     def set_version(self, version: str, deadline: Deadline) -> None:
-        self._llm.update_weight_version(version)
-
-    def reset_caches(self, deadline: Deadline, *, recompute: bool) -> None:
-        while not self._llm.reset_prefix_cache(
-            reset_running_requests=recompute, reset_connector=True
-        ):
-            deadline.rest(0.05, f"{self.name} to reset its prefix cache")
-        if self._multimodal:
-            self._llm.reset_mm_cache()
-            self._llm.llm_engine.reset_encoder_cache()
+        self._call(deadline, self._llm.update_weight_version, version)
 
     def version(self, deadline: Deadline) -> str | None:
-        return str(self._llm.get_weight_version())
+        return str(self._call(deadline, self._llm.get_weight_version))
+
+    def reset_caches(self, deadline: Deadline, *, recompute: bool) -> None:
+        while not self._call(deadline, self._llm.reset_prefix_cache, recompute, True):
+            deadline.rest(0.05, f"{self.name} to reset its prefix cache")
+        if self._multimodal:
+            self._call(deadline, self._llm.reset_mm_cache)
+            self._call(deadline, self._llm.llm_engine.reset_encoder_cache)
 
     def close(self) -> None:
-        pass
+        """Nothing to give up."""
+
+    def _call(self, deadline: Deadline, call: Callable[..., Any], *arguments: Any) -> Any:
+        """A call into vLLM, with a deadline and a typed error.
+
+        vLLM waits for its core without a deadline, and for ever if it dies at the wrong moment. So
+        where the core is another process, it is waited for on a thread that can be left behind;
+        where it is this one, the call is the work itself, and runs here.
+        """
+        outcome: list[Any] = []
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                outcome.append(call(*arguments))
+            except BaseException as error:
+                failure.append(error)
+
+        if self._same_process:
+            run()
+        else:
+            self._wait(deadline, threading.Thread(target=run, daemon=True), call.__name__)
+        if failure:
+            error = failure[0]
+            if not isinstance(error, Exception):
+                raise error
+            raise ConnectError(
+                f"{self.name} failed in {call.__name__}: {type(error).__name__}: {error}",
+                remedy="see the engine's log",
+            ) from error
+        return outcome[0]
+
+    def _wait(self, deadline: Deadline, thread: threading.Thread, name: str) -> None:
+        thread.start()
+        while thread.is_alive():
+            thread.join(min(CHECK_SECONDS, deadline.remaining(f"{self.name} to answer {name}")))
+            if thread.is_alive() and getattr(self._core.resources, "engine_dead", False):
+                # It was alive a moment ago: what it has answered may still be on its way.
+                thread.join(CHECK_SECONDS)
+                if thread.is_alive():
+                    raise ConnectError(
+                        f"{self.name}'s core has died", remedy="start the engine anew"
+                    )
 
 
 def connect_http(url: str, **options: Any) -> VllmServer:

@@ -11,8 +11,10 @@ from weightsync.target import StagedWeights
 class FaultExtension:
     """Mixed into vLLM's worker; called through ``/collective_rpc``."""
 
-    def weightsync_test_fail_after(self, count: str, how: str) -> str:
-        """The next apply fails after ``count`` tensors: by an exception, or by SIGKILL."""
+    def weightsync_test_fail_after(self, count: str, how: str, rank: str = "0") -> str:
+        """One rank's next apply fails after ``count`` tensors: by an exception, or by SIGKILL."""
+        if self.rank != int(rank):
+            return "not me"
         original = StagedWeights.tensors
         left = int(count)
 

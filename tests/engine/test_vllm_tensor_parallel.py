@@ -1,0 +1,102 @@
+"""A real vLLM with two tensor-parallel workers, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_vllm_in_process import Rig
+
+import weightsync as ws
+from weightsync.errors import EnginePoisoned, PlanRefused
+
+
+class ParallelRig(Rig):
+    """Workers inherit what they need to import the fault extension."""
+
+    def __init__(self, name: str) -> None:
+        here = str(Path(__file__).parent)
+        path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+            patch.setenv("PYTHONPATH", path)
+            super().__init__(
+                name,
+                tensor_parallel_size=2,
+                worker_extension_cls="fault_extension.FaultExtension",
+            )
+
+    def fail_next_apply(self, rank: int, how: str) -> None:
+        answers = self.llm.collective_rpc(
+            "weightsync_test_fail_after", args=("10", how, str(rank)), timeout=30
+        )
+        assert sorted(answers) == ["armed", "not me"]
+
+
+@pytest.fixture(scope="module")
+def rig():
+    found = ParallelRig("qwen2_tied")
+    yield found
+    found.close()
+
+
+def test_both_workers_serve_exactly_the_trainers_weights(rig: ParallelRig) -> None:
+    rig.assert_serves("A")
+    for version, variant in enumerate("BAB", start=1):
+        with rig.sender(variant) as sender:
+            receipt = sender.sync(version)
+        rig.assert_serves(variant)
+        assert len(receipt.engines[0].workers) == 2
+
+
+def test_what_no_worker_takes_is_refused_also_where_each_takes_a_part(rig: ParallelRig) -> None:
+    state = dict(rig.models["A"].state_dict())
+    name = "model.layers.1.self_attn.q_proj.weight"
+    state[name] = torch.cat([state[name], state[name]])
+    del state["model.layers.0.mlp.up_proj.weight"]
+    with (
+        ws.WeightSender(ws.StateDictSource(state), [rig.engine]) as sender,
+        pytest.raises(PlanRefused) as refusal,
+    ):
+        sender.sync("never")
+    assert {(problem.kind, problem.name) for problem in refusal.value.problems} == {
+        ("shape", name),
+        ("missing", "model.layers.0.mlp.{gate_proj, up_proj}.weight"),
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_failing_worker_poisons_both_and_a_full_update_cures_both(
+    rig: ParallelRig, rank: int
+) -> None:
+    with rig.sender("A") as sender:
+        sender.sync("A")
+    rig.fail_next_apply(rank, "raise")
+    with rig.sender("B") as sender:
+        with pytest.raises(EnginePoisoned, match=f"worker {rank}: RuntimeError: broken on purpose"):
+            sender.sync("B")
+        assert rig.llm.get_weight_version() == "A"
+        with pytest.raises(Exception, match="weightsync: this engine may hold a mixture"):
+            rig.rollouts([[1, 2, 3]])
+        sender.sync("cured")
+    rig.assert_serves("B")
+    # Replies of one call are not taken for another's: what vLLM answers is what was asked.
+    assert rig.llm.collective_rpc("weightsync_test_fail_after", args=("1", "raise", "9")) == [
+        "not me",
+        "not me",
+    ]
+
+
+def test_a_worker_that_is_killed_while_it_applies_ends_the_sync_with_an_error(
+    rig: ParallelRig,
+) -> None:
+    """Last of all: this engine does not come back."""
+    rig.fail_next_apply(1, "kill")
+    started = time.monotonic()
+    with rig.sender("A", deadline=60) as sender, pytest.raises(EnginePoisoned):
+        sender.sync("never")
+    assert time.monotonic() - started < 60
