@@ -13,10 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from weightsync.control import Worker, ask_all, gather
+from weightsync.control import Worker, ask_all, gather, lost
 from weightsync.deadline import Deadline
 from weightsync.engines.base import Engine, PauseMode
-from weightsync.errors import EnginePoisoned, NotResumed, UpdateAborted, WeightSyncError
+from weightsync.errors import (
+    EnginePoisoned,
+    NotResumed,
+    PeerLost,
+    Superseded,
+    UpdateAborted,
+    WeightSyncError,
+)
 from weightsync.messages import Abort, Ack, Applied, Arm, Commit, Digests, Poison, Resumed
 from weightsync.receipt import EngineReceipt, WorkerReceipt
 
@@ -59,6 +66,7 @@ def commit_engine(
         UpdateAborted: before anything was applied; the engine serves the old version.
         EnginePoisoned: later; the engine refuses to serve until a full update cures it.
         NotResumed: last of all; the new weights are whole, but the engine is still paused.
+        Superseded: at any moment; a newer sender holds the engine, which is left alone.
     """
     clock = _Clock()
     ours = False
@@ -70,13 +78,17 @@ def commit_engine(
         ask_all(workers, arm, Ack, deadline, belongs_to=update_id)
         engine.begin(deadline)
         started = time.perf_counter()
-        if not paused:
+        if not paused or pause == "abort":
+            _still_ours(workers)
             with clock.measure("pause"):
                 engine.pause(pause, deadline)
+        holds = engine.is_paused(deadline)
+        _still_ours(workers)
     except BaseException as error:
+        _raise_if_superseded(workers, error)
         poisoned = any(worker.status.poisoned for worker in workers)
         _unwind(engine, workers, update_id, resume=ours and not poisoned, reason=str(error))
-        if not isinstance(error, WeightSyncError):
+        if not isinstance(error, Exception):
             raise
         raise UpdateAborted(
             f"{engine.name}: update {update_id} was aborted before anything was applied; it serves "
@@ -89,14 +101,19 @@ def commit_engine(
         failed = [(w.name, r.error) for w, r in zip(workers, reports, strict=True) if r.error]
         if failed:
             raise WeightSyncError("; ".join(f"{name}: {error}" for name, error in failed))
+        if holds and not engine.is_paused(deadline):
+            raise WeightSyncError("somebody resumed the engine while it was updated")
+        _still_ours(workers)
         with clock.measure("finish"):
             engine.finish(deadline)
         with clock.measure("reset"):
-            engine.reset_caches(deadline, recompute=pause == "keep")
+            # Requests that were frozen hold what the old weights computed, whoever froze them.
+            engine.reset_caches(deadline, recompute=paused or pause == "keep")
         ask_all(workers, Commit(update_id=update_id), Ack, deadline, belongs_to=update_id)
     except BaseException as error:
+        _raise_if_superseded(workers, error)
         _poison(engine, workers, update_id, str(error))
-        if not isinstance(error, WeightSyncError):
+        if not isinstance(error, Exception):
             raise
         raise EnginePoisoned(
             f"{engine.name}: update {update_id} failed while it was applied; the engine may hold a "
@@ -105,7 +122,7 @@ def commit_engine(
         ) from error
     for worker in workers:
         worker.is_now(poisoned=None, version=version, holds_pause=ours)
-    _announce(engine, workers, update_id, version, ours, clock, deadline)
+    _go_on(engine, workers, update_id, version, ours, clock, deadline)
     paused_seconds = time.perf_counter() - started
     return EngineReceipt(
         name=engine.name,
@@ -126,7 +143,7 @@ def commit_engine(
     )
 
 
-def _announce(
+def _go_on(
     engine: Engine,
     workers: Sequence[Worker],
     update_id: str,
@@ -138,22 +155,46 @@ def _announce(
     """All is applied: the version counts, and the engine goes on. Tried twice; never poisons."""
     for last in (False, True):
         try:
+            _still_ours(workers)
             with clock.measure("version"):
                 engine.set_version(version, deadline)
             with clock.measure("resume"):
                 if resume:
+                    _still_ours(workers)
                     engine.resume(deadline)
                     release_pause(workers, update_id, deadline)
             return
         except Exception as error:
+            _raise_if_superseded(workers, error)
             if last:
                 raise NotResumed(
                     f"{engine.name}: update {update_id} is applied and proven on every worker, but "
                     f"the engine could not be told so: {error}",
-                    remedy="sync again, or resume the engine; its weights are whole",
+                    remedy="sync again: it sets the version and resumes; the weights are whole",
                 ) from error
             log.warning("%s, once more: %s", engine.name, error)
             deadline = Deadline.after(SETTLE_SECONDS)
+
+
+def _still_ours(workers: Sequence[Worker]) -> None:
+    """Asked before each engine call that a newer sender would suffer from, when no answer is due.
+
+    Engine calls carry no epoch: between this look and the call, a takeover would go unnoticed.
+
+    Raises:
+        Superseded: a newer sender holds the engine.
+        PeerLost: a worker has hung up.
+    """
+    gone = lost(workers)
+    if gone is not None:
+        raise PeerLost(f"{gone} has hung up")
+
+
+def _raise_if_superseded(workers: Sequence[Worker], error: BaseException) -> None:
+    """An engine that a newer sender holds is left alone altogether."""
+    if isinstance(error, Superseded):
+        raise error
+    lost(workers)
 
 
 def release_pause(workers: Sequence[Worker], update_id: str, deadline: Deadline) -> None:

@@ -305,16 +305,21 @@ def close_all(workers: Sequence[Worker]) -> None:
 
 
 def lost(workers: Sequence[Worker]) -> str | None:
-    """The name of a worker that has hung up since it was last heard of, if there is one.
+    """The name of a worker that has hung up since it was last heard of, if there is one. Only
+    while no answer is awaited: what has arrived is dropped.
 
     Raises:
         Superseded: it said that a newer sender has taken over.
     """
+    gone = None
     for worker in workers:
         try:
             message = worker.channel.poll()
-        except PeerLost:
-            return worker.name
-        if isinstance(message, Refused):
-            _refuse(worker, message)
-    return None
+            # Answers that nobody waits for any more may stand before the last word.
+            while message is not None:
+                if isinstance(message, Refused) and message.of == "session":
+                    _refuse(worker, message)
+                message = worker.channel.poll()
+        except TransportError:
+            gone = gone or worker.name
+    return gone

@@ -84,6 +84,9 @@ class Receiver:
 
     def join(self, path: str, token: str) -> None:
         """Dial in at a sender's socket. Does not wait for it; the sender misses who failed."""
+        with self._lock:
+            if self._state.poisoned is not None:
+                self._refuse(self._state.poisoned)  # its mark may have been swept away
         try:
             Session(self, path, token)
         except Exception as error:
@@ -156,7 +159,7 @@ class Receiver:
         """Leave the sender and give everything back."""
         with self._lock:
             session, self._session = self._session, None
-            self._drop_staging()
+            self._sender_lost("the engine let it go")
         if session is not None:
             session.stop()
 
@@ -183,8 +186,6 @@ class Receiver:
                 raise ProtocolError(f"epoch {epoch} is not above {self._epoch}")
             previous, self._session, self._epoch = self._session, session, epoch
             self._sender_lost(f"epoch {epoch} took over")
-            if self._state.poisoned is not None:
-                self._refuse(self._state.poisoned)  # its mark may have been swept away
         if previous is not None:
             previous.supersede(epoch)
             log.info("sender of epoch %d took over", epoch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from weightsync.commit import release_pause
@@ -91,19 +91,25 @@ class Roster:
         """
         remote = [engine for engine in self.engines if not engine.in_process]
         if len(self.engines) == 1 or not remote:
-            return _all_or_raise([_attempt(action, engine) for engine in self.engines])
+            return self._all_or_raise([_attempt(action, engine) for engine in self.engines])
         if self._pool is None:
             self._pool = ThreadPoolExecutor(len(remote), thread_name_prefix="weightsync-sender")
         futures = {engine.name: self._pool.submit(_attempt, action, engine) for engine in remote}
-        local = {e.name: _attempt(action, e) for e in self.engines if e.in_process}
-        return _all_or_raise(
-            [local[e.name] if e.in_process else futures[e.name].result() for e in self.engines]
-        )
+        try:
+            local = {e.name: _attempt(action, e) for e in self.engines if e.in_process}
+            results = [
+                local[e.name] if e.in_process else futures[e.name].result() for e in self.engines
+            ]
+        except BaseException:
+            # An interrupt: what runs ends at its deadline, and nobody may hang up on it before.
+            wait(futures.values())
+            raise
+        return self._all_or_raise(results)
 
     def drop(self, error: BaseException | None = None) -> None:
         """Hang up on everybody, which tells them that nothing comes of what was going on."""
         if isinstance(error, Superseded):
-            self._superseded = str(error)
+            self._superseded = str(error)  # and never takes the engines back
         close_all(self.workers)
         self.workers = []
         if self._listener is not None:
@@ -116,13 +122,36 @@ class Roster:
             self._pool.shutdown()
             self._pool = None
 
+    def _all_or_raise(self, results: Sequence[T | BaseException]) -> list[T]:
+        errors = [result for result in results if isinstance(result, BaseException)]
+        succeeded = [result for result in results if not isinstance(result, BaseException)]
+        if not errors:
+            return succeeded
+        for error in errors:
+            if isinstance(error, Superseded):
+                self._superseded = str(error)
+        # Poison outweighs everything else; an error that is not ours outweighs a refusal.
+        errors.sort(key=lambda e: (not isinstance(e, EnginePoisoned), isinstance(e, UpdateError)))
+        first = errors[0]
+        for other in errors[1:]:
+            first.add_note(f"and: {other}")
+        if isinstance(first, UpdateError):
+            first.succeeded = tuple(succeeded)
+        raise first
+
     def _clear_leftovers(self, engine: Engine, deadline: Deadline) -> None:
-        """What a sender that died left on an engine: an open update session, and a pause."""
+        """What a sender that died left on an engine: an open update session, a version that was
+        committed but not set, and a pause."""
         workers = self.of(engine)
         engine.adopt_session(any(worker.status.session_open for worker in workers))
         engine.finish(deadline)
-        paused = any(worker.status.holds_pause for worker in workers)
-        if paused and not any(worker.status.poisoned for worker in workers):
+        if any(worker.status.poisoned for worker in workers):
+            return
+        versions = {worker.status.version for worker in workers}
+        committed = versions.pop() if len(versions) == 1 else None
+        if committed is not None and engine.version(deadline) != committed:
+            engine.set_version(committed, deadline)
+        if any(worker.status.holds_pause for worker in workers):
             engine.resume(deadline)
             release_pause(workers, "", deadline)
             log.warning("%s was left paused by an earlier sender; resumed", engine.name)
@@ -133,18 +162,3 @@ def _attempt(action: Callable[[Engine], T], engine: Engine) -> T | BaseException
         return action(engine)
     except BaseException as error:
         return error
-
-
-def _all_or_raise(results: Sequence[T | BaseException]) -> list[T]:
-    errors = [result for result in results if isinstance(result, BaseException)]
-    succeeded = [result for result in results if not isinstance(result, BaseException)]
-    if not errors:
-        return succeeded
-    # Poison outweighs everything else; an error that is not ours outweighs an ordinary refusal.
-    errors.sort(key=lambda e: (not isinstance(e, EnginePoisoned), isinstance(e, UpdateError)))
-    first = errors[0]
-    for other in errors[1:]:
-        first.add_note(f"and: {other}")
-    if isinstance(first, UpdateError):
-        first.succeeded = tuple(succeeded)
-    raise first

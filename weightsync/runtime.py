@@ -14,11 +14,15 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 from weightsync.errors import TransportError
 
 __all__ = ["OwnedDirectory", "remove_stale", "runtime_directory"]
+
+UNBORN_SECONDS = 60.0
+"""A directory that has not got its name by then never will: its maker was killed."""
 
 
 def runtime_directory() -> Path:
@@ -75,7 +79,15 @@ class OwnedDirectory:
 
 def remove_stale(prefix: str) -> None:
     """Remove the directories of that prefix whose processes are dead."""
-    for directory in runtime_directory().glob(f"{prefix}-*"):
+    base = runtime_directory()
+    unborn = [
+        directory
+        for directory in base.glob(f"new-{prefix}-*")
+        if time.time() - directory.lstat().st_mtime > UNBORN_SECONDS
+    ]
+    for directory in unborn:
+        shutil.rmtree(directory, ignore_errors=True)
+    for directory in base.glob(f"{prefix}-*"):
         try:
             lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:

@@ -29,7 +29,6 @@ from weightsync.errors import (
     PlanRefused,
     ProofFailed,
     SourceError,
-    Superseded,
     UpdateAborted,
     UpdateRefused,
 )
@@ -44,7 +43,7 @@ from weightsync.transport.shm import ShmArena, arena_offsets
 __all__ = ["StagedUpdate", "WeightSender"]
 
 SUPPORTED_PROOFS: tuple[ProofLevel, ...] = ("received",)
-SETTLE_SECONDS = 10.0
+ABORT_SECONDS = 10.0
 """What giving an update up may take before the sender hangs up instead, which says the same."""
 
 HARMLESS = (PlanRefused, SourceError, ManifestError, MemoryShort, ProofFailed)
@@ -157,7 +156,8 @@ class WeightSender:
         Args:
             version: that the engines report afterwards.
             pause: what happens to requests in flight: ``"keep"`` freezes them and goes on with the
-                new weights, ``"wait"`` lets them end first, ``"abort"`` ends them.
+                new weights, ``"wait"`` lets them end first, ``"abort"`` ends them. On an engine
+                that is paused already, ``"wait"`` is ``"keep"``: nothing there can end.
 
         Returns:
             The receipt.
@@ -289,7 +289,7 @@ class WeightSender:
             flipped = self._roster.each(flip)
         except BaseException as error:
             # Whatever state the connections are in, the next update starts with new ones.
-            self._roster.drop(error.__cause__ if isinstance(error.__cause__, Superseded) else None)
+            self._roster.drop(error)
             raise
         share = LevelShare(tensors=len(manifest), nbytes=manifest.total_bytes)
         receipt = Receipt(
@@ -325,7 +325,7 @@ class WeightSender:
 
     def _tell_abort(self, update_id: str, reason: str) -> None:
         message = Abort(update_id=update_id, reason=reason[:1000])
-        deadline = Deadline.after(SETTLE_SECONDS)
+        deadline = Deadline.after(ABORT_SECONDS)
         try:
             ask_all(self._roster.workers, message, Ack, deadline, belongs_to=update_id)
         except Exception as failure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import stat
 import threading
@@ -22,6 +21,8 @@ log = logging.getLogger("weightsync.receiver")
 
 ANSWER_SECONDS = 60.0
 """How long a worker waits for a sender to take an answer, or to welcome it."""
+FAREWELL_SECONDS = 0.5
+"""How long a sender that is replaced may take to hear it."""
 CONNECT_SECONDS = 5.0
 """How long an engine's thread may be held up by dialling in."""
 
@@ -71,8 +72,6 @@ class Session:
             sock.close()
             raise
         self._send_lock = threading.Lock()
-        # Other threads end the session through this pipe: closing a polled socket wakes nobody.
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="weightsync-receiver", daemon=True)
         try:
@@ -91,16 +90,23 @@ class Session:
             log.warning("an answer did not reach the sender: %s", error)
 
     def supersede(self, epoch: int) -> None:
-        """Tell this sender that a newer one has taken over, and end."""
+        """Tell this sender that a newer one has taken over, if it listens, and hang up. Does not
+        wait: a sender that has stopped reading must not keep a new one out."""
         reason = f"a newer sender (epoch {epoch}) has taken over"
-        self.answer(Refused(of="session", update_id="", rank=self._owner.rank, reason=reason))
-        self.stop()
+        message = Refused(of="session", update_id="", rank=self._owner.rank, reason=reason)
+        if self._send_lock.acquire(blocking=False):
+            try:
+                if not self._ended:
+                    self.channel.send(message, Deadline.after(FAREWELL_SECONDS))
+            except (WeightSyncError, OSError) as error:
+                log.warning("the former sender was not told: %s", error)
+            finally:
+                self._send_lock.release()
+        self.channel.hang_up()
 
     def stop(self) -> None:
         """Let the thread end, and wait for it unless it is the caller."""
-        with self._send_lock:
-            if not self._ended:
-                os.write(self._wake_write, b"x")
+        self.channel.hang_up()
         if threading.current_thread() is not self._thread:
             self._thread.join(ANSWER_SECONDS)
 
@@ -128,34 +134,34 @@ class Session:
                 self._close()
 
     def _serve(self) -> None:
-        poller = select.poll()
-        poller.register(self.channel, select.POLLIN)
-        poller.register(self._wake_read, select.POLLIN)
         while True:
-            message = self.channel.poll()
-            if message is None:
-                # Idle between updates, however long they are apart: the wait ends with the next
-                # message, with the sender's death, or with `stop`.
-                if any(fd == self._wake_read for fd, _ in poller.poll()):
-                    return
-                continue
+            # Idle between updates, however long they are apart: the wait ends with the next
+            # message, with the sender's death, or when another thread hangs up.
+            message = self.channel.receive(None)
             try:
                 reply = self._owner.handle(self, message)
-            except UpdateRefused as error:
-                reply = Refused(
-                    of=str(message.__struct_config__.tag),
-                    update_id=getattr(message, "update_id", ""),
-                    rank=self._owner.rank,
-                    reason=str(error),
-                )
+            except WeightSyncError as error:
+                self.answer(self._refused(message, error))
+                if not isinstance(error, UpdateRefused):
+                    raise
+                continue
+            except Exception as error:
+                self.answer(self._refused(message, error))
+                raise
             self.answer(reply)
+
+    def _refused(self, message: Message, error: Exception) -> Refused:
+        return Refused(
+            of=str(message.__struct_config__.tag),
+            update_id=getattr(message, "update_id", ""),
+            rank=self._owner.rank,
+            reason=str(error)[:4000],
+        )
 
     def _close(self) -> None:
         with self._send_lock:
             self._ended = True
             self.channel.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
 
 
 def _check_place(path: str) -> None:

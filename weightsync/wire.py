@@ -9,6 +9,7 @@ Unix stream sockets in a directory of mode 0700, both ends check each other's us
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import select
 import socket
@@ -97,8 +98,12 @@ class Channel:
                 raise PeerLost(f"{self.peer} is gone: {error}") from error
             frame, rights = frame[sent:], []
 
-    def receive(self, deadline: Deadline) -> Message:
+    def receive(self, deadline: Deadline | None) -> Message:
         """The next message.
+
+        Args:
+            deadline: None to wait until the other end speaks or is gone; only for who has nothing
+                else to do, on a thread of his own.
 
         Raises:
             DeadlineExceeded: none came in time.
@@ -110,6 +115,12 @@ class Channel:
             if message is not None:
                 return message
             self._wait(select.POLLIN, deadline)
+
+    def hang_up(self) -> None:
+        """End both directions, from any thread: who waits on this channel wakes up and finds the
+        other end gone. The channel still has to be closed."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def poll(self) -> Message | None:
         """The next message if it is here already, else None. Raises as `receive` does."""
@@ -173,10 +184,10 @@ class Channel:
         self._received += data
         return True
 
-    def _wait(self, events: int, deadline: Deadline) -> None:
+    def _wait(self, events: int, deadline: Deadline | None) -> None:
         poller = select.poll()
         poller.register(self._sock, events)
-        poller.poll(deadline.remaining(self.peer) * 1000)
+        poller.poll(None if deadline is None else deadline.remaining(self.peer) * 1000)
 
 
 def _rights(fd: int) -> tuple[int, int, array.array[int]]:

@@ -31,6 +31,11 @@ def unsupported(vllm_config: Any) -> list[Problem]:
         refuse("pipeline_parallel_size", "a worker that holds only some layers was not tried")
     if parallel.data_parallel_size > 1:
         refuse("data_parallel_size", "several engine cores behind one front end were not tried")
+    if parallel.enable_expert_parallel or getattr(parallel, "enable_eplb", False):
+        refuse("enable_expert_parallel", "experts that are spread or moved were not tried")
+    offload = getattr(getattr(vllm_config, "offload_config", None), "uva", None)
+    if getattr(offload, "cpu_offload_gb", 0):
+        refuse("cpu_offload_gb", "reloading weights that are elsewhere was not tried")
     executor = parallel.distributed_executor_backend
     if executor not in (None, "mp", "uni"):
         refuse(

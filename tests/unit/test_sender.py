@@ -30,7 +30,7 @@ from weightsync.errors import (
     UpdateRefused,
     WeightSyncError,
 )
-from weightsync.messages import Hello, Welcome, WorkerStatus
+from weightsync.messages import Begin, Hello, Seal, Welcome, WorkerStatus
 from weightsync.receipt import Receipt
 from weightsync.testing.toy import ToyEngine
 from weightsync.wire import Channel
@@ -294,13 +294,161 @@ def test_a_new_sender_takes_over_and_the_old_one_is_told_so(engine: ToyEngine) -
     staged = old.stage(1)
     with WeightSender(StateDictSource(tensors(2)), [engine]) as new:
         new.sync(2)
-        with pytest.raises(UpdateAborted, match="newer sender"):
+        with pytest.raises(Superseded, match="newer sender"):
             staged.commit()
         with pytest.raises(Superseded):
             old.sync(3)
         new.sync(4)
     assert engine.tensors() == [as_hex(tensors(2))] * 2
     old.close()
+
+
+@pytest.mark.parametrize(
+    "step", ["is_paused", "begin", "pause", "apply", "finish", "reset_caches", "resume"]
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_sender_that_was_replaced_in_the_middle_touches_the_engine_no_more(
+    engine: ToyEngine, step: str, when: str
+) -> None:
+    """It was stalled in one step, a newer one took over and went through, and now it wakes up."""
+    original = getattr(engine, step)
+    new = WeightSender(StateDictSource(tensors(2)), [engine])
+
+    def stalled(*args, **kwargs):
+        setattr(engine, step, original)
+        if when == "before":
+            new.sync("new")
+        result = original(*args, **kwargs)
+        if when == "after":
+            new.sync("new")
+        return result
+
+    old = WeightSender(StateDictSource(tensors(1)), [engine])
+    staged = old.stage("old")
+    setattr(engine, step, stalled)
+    with pytest.raises(Superseded):
+        staged.commit()
+    assert engine.tensors() == [as_hex(tensors(2))] * 2
+    assert not any(worker["refused"] or worker["holds_pause"] for worker in engine.status())
+    if not (step == "pause" and when == "before"):
+        # The one call that was under way could not be called back; all others were not made.
+        assert not engine.is_paused(Deadline.after(1))
+    new.sync("newer")
+    with pytest.raises(Superseded):
+        old.sync("older")
+    assert engine.version(Deadline.after(1)) == "newer"
+    new.close()
+    old.close()
+
+
+def test_a_replaced_sender_stays_replaced_also_when_another_engine_fails_worse(
+    engine: ToyEngine,
+) -> None:
+    with ToyEngine(SHAPES, name="bad", faults={0: {"apply_raises": "no"}}) as bad:
+        old = WeightSender(StateDictSource(tensors(1)), [engine, bad])
+        staged = old.stage(1)
+        with WeightSender(StateDictSource(tensors(2)), [engine]) as new:
+            new.sync(2)
+            with pytest.raises(EnginePoisoned, match="bad"):
+                staged.commit()
+            with pytest.raises(Superseded):
+                old.sync(3)
+            new.sync(4)
+        old.close()
+
+
+def test_a_sender_that_has_stopped_reading_does_not_keep_a_new_one_out() -> None:
+    shapes = {f"layers.{i}.weight": ("float32", (2,)) for i in range(20_000)}
+    with ToyEngine(shapes) as engine:
+        old = WeightSender(StateDictSource(tensors(1, shapes)), [engine])
+        old.stage(1).abort()
+        # It asks for 320 kB of digests, more than a socket holds, and never reads them.
+        begin, seal = Begin(update_id="stuck", version="1"), Seal(update_id="stuck", seed=1)
+        for message in (begin, seal):
+            old._roster.workers[0].channel.send(message, Deadline.after(5))
+        started = time.monotonic()
+        source = StateDictSource(tensors(2, shapes))
+        with WeightSender(source, [engine], deadline=20) as new:
+            new.sync(2)
+        assert time.monotonic() - started < 15
+        assert engine.status()[0]["resources"]["threads"] <= 2
+        old.close()
+
+
+def test_a_version_that_a_dead_sender_committed_but_did_not_set_is_set_by_the_next(
+    engine: ToyEngine,
+) -> None:
+    class DiedError(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        close_all(dead._roster.workers)
+        raise DiedError
+
+    dead = WeightSender(StateDictSource(tensors(1)), [engine])
+    staged = dead.stage("committed")
+    original, engine.set_version = engine.set_version, killed  # type: ignore[method-assign]
+    with pytest.raises(DiedError):
+        staged.commit()
+    engine.set_version = original  # type: ignore[method-assign]
+    assert engine.version(Deadline.after(1)) == "base" and engine.is_paused(Deadline.after(1))
+    refused = {**tensors(2), "extra": torch.zeros(1)}
+    with (
+        WeightSender(StateDictSource(refused), [engine]) as sender,
+        pytest.raises(PlanRefused),
+    ):
+        sender.sync("refused")
+    assert engine.version(Deadline.after(1)) == "committed"
+    assert not engine.is_paused(Deadline.after(1))
+
+
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+def test_what_was_frozen_before_is_recomputed_or_ended_as_asked(
+    engine: ToyEngine, pause: str
+) -> None:
+    asked: list[bool] = []
+    original = engine.reset_caches
+
+    def reset_caches(deadline: Deadline, *, recompute: bool) -> None:
+        asked.append(recompute)
+        original(deadline, recompute=recompute)
+
+    engine.reset_caches = reset_caches  # type: ignore[method-assign]
+    engine.pause("keep", Deadline.after(1))
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        sender.sync(1, pause=pause)
+    engine.reset_caches = original  # type: ignore[method-assign]
+    assert asked == [True]
+    assert ("pause abort" in engine.calls) == (pause == "abort")
+    assert engine.is_paused(Deadline.after(1))
+
+
+def test_an_engine_that_somebody_resumes_while_it_is_updated_is_poisoned(
+    engine: ToyEngine,
+) -> None:
+    original = engine.apply
+
+    def apply(update_id: str, deadline: Deadline) -> None:
+        original(update_id, deadline)
+        engine.resume(deadline)
+
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        engine.apply = apply  # type: ignore[method-assign]
+        with pytest.raises(EnginePoisoned, match="somebody resumed"):
+            sender.sync(1)
+        engine.apply = original  # type: ignore[method-assign]
+        sender.sync(2)
+
+
+def test_an_untyped_failure_of_an_engine_call_becomes_a_typed_one(engine: ToyEngine) -> None:
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        failing_once(engine, "pause", RuntimeError("what is this"))
+        with pytest.raises(UpdateAborted, match="what is this"):
+            sender.sync(1)
+        failing_once(engine, "apply", RuntimeError("what is that"))
+        with pytest.raises(EnginePoisoned, match="what is that"):
+            sender.sync(2)
+        sender.sync(3)
 
 
 @pytest.mark.parametrize("moment", ["staged", "armed", "paused", "applied", "reset"])

@@ -71,6 +71,7 @@ class _Index(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class _Stored:
     file: Path
+    identity: tuple[int, int, int, int]
     spec: TensorSpec
     offset: int
 
@@ -97,7 +98,7 @@ class SafetensorsSource:
         self.casts: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
         self._stored = _read_checkpoint(self.path)
-        self._seen = {file: _identity(file.stat()) for file in {s.file for s in self._stored}}
+        self._seen = {stored.file: stored.identity for stored in self._stored}
         if not self._stored:
             raise SourceError(f"{self.path} holds no tensor")
         specs = []
@@ -259,8 +260,10 @@ def _read_sharded(directory: Path, index: Path) -> list[_Stored]:
 
 
 def _read_file(file: Path) -> list[_Stored]:
-    size = file.stat().st_size
     with file.open("rb") as handle:
+        # Of the very file that the header is read from, whatever stands under its name by then.
+        identity = _identity(os.fstat(handle.fileno()))
+        size = os.fstat(handle.fileno()).st_size
         prefix = handle.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(MAX_HEADER, size - 8):
@@ -294,7 +297,7 @@ def _read_file(file: Path) -> list[_Stored]:
                 f"for {spec.nbytes}",
                 remedy="the file is damaged or cut off; copy it again",
             )
-        found.append(_Stored(file, spec, data + begin))
+        found.append(_Stored(file, identity, spec, data + begin))
     found.sort(key=lambda stored: stored.offset)
     for before, after in itertools.pairwise(found):
         if before.offset + before.spec.nbytes > after.offset:

@@ -62,13 +62,14 @@ class ToyEngine:
                 "faults": dict((faults or {}).get(rank, {})),
             }
             process = subprocess.Popen(
-                [sys.executable, "-m", "weightsync.testing.toy_worker", json.dumps(start)],
+                [sys.executable, "-m", "weightsync.testing.toy_worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 cwd=tempfile.gettempdir(),
             )
             self._processes.append(process)
+            self._write(rank, start)
         self.call_workers("ready", Deadline.after(60))
 
     def __enter__(self) -> Self:
@@ -145,7 +146,7 @@ class ToyEngine:
         return [answer["tensors"] for answer in self.call_workers("tensors", Deadline.after(30))]
 
     def status(self) -> list[dict[str, Any]]:
-        """By worker: `weightsync.wire.WorkerStatus` as a dict, ``refused``, and ``resources``
+        """By worker: `weightsync.messages.WorkerStatus` as a dict, ``refused``, and ``resources``
         (fds, mappings, threads)."""
         return self.call_workers("status", Deadline.after(30))
 
@@ -166,18 +167,21 @@ class ToyEngine:
             ConnectError: a worker is dead.
             DeadlineExceeded: a worker is silent.
         """
-        line = json.dumps({"call": call, **arguments}).encode() + b"\n"
-        for rank, process in enumerate(self._processes):
-            if process.stdin is None:
-                raise ConnectError(f"{self.name}, worker {rank} has no pipe")
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-            except OSError as error:
-                raise ConnectError(f"{self.name}, worker {rank} is dead") from error
+        for rank in range(self.workers):
+            self._write(rank, {"call": call, **arguments})
         return [
             self._answer(rank, process, deadline) for rank, process in enumerate(self._processes)
         ]
+
+    def _write(self, rank: int, content: Mapping[str, Any]) -> None:
+        pipe = self._processes[rank].stdin
+        if pipe is None:
+            raise ConnectError(f"{self.name}, worker {rank} has no pipe")
+        try:
+            pipe.write(json.dumps(content).encode() + b"\n")
+            pipe.flush()
+        except OSError as error:
+            raise ConnectError(f"{self.name}, worker {rank} is dead") from error
 
     def _called(self, name: str, deadline: Deadline, call: str, **arguments: Any) -> None:
         self.calls.append(name)

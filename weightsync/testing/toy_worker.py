@@ -88,8 +88,9 @@ def toy_module(shapes: dict[str, tuple[str, list[int]]]) -> torch.nn.Module:
 
 
 def main() -> None:
-    """Serve calls, one line of JSON each, until the standard input ends."""
-    start = json.loads(sys.argv[1])
+    """Serve calls, one line of JSON each after a first that says who this is, until the standard
+    input ends."""
+    start = json.loads(sys.stdin.readline())
     target = FaultyTarget(toy_module(start["shapes"]), start["faults"])
     receiver = Receiver(target, rank=start["rank"], world_size=start["world_size"])
     for line in sys.stdin:
