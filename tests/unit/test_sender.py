@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import socket
@@ -807,3 +808,25 @@ def test_a_deadline_may_be_infinite_but_not_zero(engine: ToyEngine) -> None:
     for deadline in (0, -1, float("nan")):
         with pytest.raises(UpdateRefused, match="positive"):
             WeightSender(StateDictSource(tensors(1)), [engine], deadline=deadline)
+
+
+def test_an_interrupt_in_the_middle_of_a_commit_leaves_no_engine_half_way() -> None:
+    with ToyEngine(SHAPES, name="first") as first, ToyEngine(SHAPES, name="second") as second:
+        original = second.apply
+
+        def apply(update_id: str, deadline: Deadline) -> None:
+            _thread.interrupt_main()
+            deadline.rest(0.3, "the interrupt to arrive first")
+            original(update_id, deadline)
+
+        with WeightSender(StateDictSource(tensors(1)), [first, second]) as sender:
+            staged = sender.stage(1)
+            second.apply = apply  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                staged.commit()
+            second.apply = original  # type: ignore[method-assign]
+            for engine in (first, second):
+                assert engine.tensors() == [as_hex(tensors(1))]
+                assert engine.version(Deadline.after(1)) == "1"
+                assert not engine.is_paused(Deadline.after(1)) and not engine.status()[0]["refused"]
+            sender.sync(2)

@@ -1,0 +1,66 @@
+"""Each setting that rules an update out is refused by its name; an ordinary engine by none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightsync.adapters.vllm.limits import unsupported
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """As far as it is looked at, what a vLLM 0.32 worker has for an ordinary engine."""
+    parts = {
+        "quant_config": None,
+        "speculative_config": None,
+        "lora_config": None,
+        "offload_config": SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0)),
+        "runner_type": "generate",
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "enable_expert_parallel": False,
+        "enable_eplb": False,
+        "distributed_executor_backend": "mp",
+        **changes,
+    }
+    model = SimpleNamespace(runner_type=parts.pop("runner_type"), quantization="fp8")
+    top = {"quant_config", "speculative_config", "lora_config", "offload_config"}
+    parallel = SimpleNamespace(**{k: v for k, v in parts.items() if k not in top})
+    return SimpleNamespace(
+        model_config=model, parallel_config=parallel, **{k: parts[k] for k in top}
+    )
+
+
+@pytest.mark.parametrize("executor", [None, "mp", "uni"])
+def test_an_ordinary_engine_is_not_refused(executor: str | None) -> None:
+    assert unsupported(config(distributed_executor_backend=executor)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"quant_config": SimpleNamespace(get_name=lambda: "gptq")}, "quantization=gptq"),
+        ({"quant_config": object()}, "quantization=fp8"),
+        ({"speculative_config": object()}, "speculative_config"),
+        ({"lora_config": object()}, "enable_lora"),
+        ({"runner_type": "pooling"}, "runner=pooling"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"data_parallel_size": 2}, "data_parallel_size"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel"),
+        ({"enable_eplb": True}, "enable_expert_parallel"),
+        (
+            {"offload_config": SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=4))},
+            "cpu_offload_gb",
+        ),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend=ray"),
+        (
+            {"distributed_executor_backend": "external_launcher"},
+            "distributed_executor_backend=external_launcher",
+        ),
+    ],
+)
+def test_each_setting_is_refused_by_name(changes: dict[str, Any], setting: str) -> None:
+    problems = unsupported(config(**changes))
+    assert [(problem.kind, problem.name) for problem in problems] == [("engine", setting)]
