@@ -85,12 +85,24 @@ def test_updates_serve_exactly_the_trainers_weights_also_from_the_prefix_cache(r
         assert receipt.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe"])
-def test_other_families_serve_exactly_the_trainers_weights_too(name: str) -> None:
-    rig = Rig(name)
-    rig.assert_serves("A")
+@pytest.mark.parametrize(
+    ("name", "load_format"),
+    [
+        ("llama", "auto"),
+        ("gemma3", "auto"),
+        ("gemma3", "dummy"),
+        ("qwen3_moe", "auto"),
+        ("mixtral", "auto"),
+    ],
+)
+def test_other_families_serve_exactly_the_checkpoints_weights_too(
+    name: str, load_format: str
+) -> None:
+    """Also one that was started with noise in place of weights, buffers included."""
+    rig = Rig(name, load_format=load_format)
     for version, variant in enumerate("BAB", start=1):
-        with rig.sender(variant) as sender:
+        source = ws.SafetensorsSource(build_checkpoint(name, variant))
+        with ws.WeightSender(source, [rig.engine]) as sender:
             sender.sync(version)
         rig.assert_serves(variant)
     rig.close()

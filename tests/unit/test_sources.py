@@ -1009,7 +1009,8 @@ def test_a_sharded_checkpoint_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_what_save_pretrained_writes_is_read_whole(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
