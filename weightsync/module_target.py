@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weightsync.digest import digest_spans
-from weightsync.errors import Problem
+from weightsync.digest import copy_spans, digest_spans
+from weightsync.errors import Problem, UpdateRefused
 from weightsync.manifest import Manifest
 from weightsync.sources.module import dtype_name
 from weightsync.sources.names import clean_name
@@ -87,20 +87,15 @@ class ModuleTarget:
 
     def apply(self, weights: StagedWeights) -> ApplyReport:
         started = time.perf_counter()
-        tensors = self._tensors()
-        with torch.no_grad():
-            for name, value in weights.tensors():
-                tensors[name].view(-1).view(torch.uint8).copy_(value.view(-1).view(torch.uint8))
+        manifest = weights.manifest
+        copy_spans(weights.addresses(), self._addresses(manifest), manifest.nbytes)
         return ApplyReport(load_seconds=time.perf_counter() - started)
 
     def restore(self) -> None:
         """Nothing to put back: copies into place leave whole tensors behind."""
 
     def served(self, manifest: Manifest, seeds: NDArray[np.uint64]) -> Served:
-        tensors = self._tensors()
-        addresses = np.array(
-            [tensors[spec.name].data_ptr() for spec in manifest.tensors], np.uint64
-        )
+        addresses = self._addresses(manifest)
         starts = np.zeros_like(addresses)
         digests = digest_spans(addresses, manifest.nbytes, starts, seeds)
         return Served(index=range(len(manifest)), digests=digests)
@@ -113,6 +108,25 @@ class ModuleTarget:
 
     def status(self) -> TargetStatus:
         return TargetStatus(engine=self._engine, device="cpu")
+
+    def _addresses(self, manifest: Manifest) -> NDArray[np.uint64]:
+        """Where each of the manifest's tensors lies in the module now, shape (n,).
+
+        Raises:
+            UpdateRefused: a tensor is not what was described: replaced, resized or made strided.
+        """
+        tensors = self._tensors()
+        for spec in manifest.tensors:
+            tensor = tensors.get(spec.name)
+            if (
+                tensor is None
+                or tuple(tensor.shape) != spec.shape
+                or dtype_name(tensor.dtype) != spec.dtype
+                or not tensor.is_contiguous()
+                or tensor.device.type != "cpu"
+            ):
+                raise UpdateRefused(f"the module's {spec.name!r} is not what it was when described")
+        return np.array([tensors[spec.name].data_ptr() for spec in manifest.tensors], np.uint64)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = self._module.state_dict(keep_vars=True)

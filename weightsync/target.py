@@ -21,6 +21,7 @@ from weightsync.box import Box
 from weightsync.digest import digest_spans
 from weightsync.errors import Problem
 from weightsync.manifest import Manifest
+from weightsync.transport.shm import address_of
 
 __all__ = [
     "ApplyReport",
@@ -68,6 +69,10 @@ class StagedWeights:
         self.manifest = manifest
         self._offsets = offsets
         self._mapping = mapping
+
+    def addresses(self) -> NDArray[np.uint64]:
+        """Where each tensor's bytes lie, shape (n,). Valid while this object is held."""
+        return self._offsets + np.uint64(address_of(self._mapping))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` in manifest order; CPU tensors that view the staging memory,
