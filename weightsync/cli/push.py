@@ -88,7 +88,7 @@ def push(
         if json:
             document.write(receipt.to_json() + "\n")
         else:
-            _show(receipt, console)
+            _show(receipt, Console(file=document))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
