@@ -9,42 +9,23 @@ other process, and copy into its module.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
-from pathlib import Path
 
-import numpy as np
 import torch
+from common import MEMCPY, Memcpy, Rows, command_line
 
 import weightsync as ws
-from weightsync import _native
-from weightsync.sources import SafetensorsSource
 from weightsync.testing import build_checkpoint
 from weightsync.testing.toy import ToyEngine
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    found = run(options.rounds)
-    text = json.dumps(found, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n")
-
-
 def run(rounds: int) -> dict[str, object]:
-    manifest = SafetensorsSource(build_checkpoint("qwen2_0_5b", "A")).manifest()
+    manifest = ws.SafetensorsSource(build_checkpoint("qwen2_0_5b", "A")).manifest()
     tensors = {
         spec.name: torch.randn(spec.shape, dtype=torch.bfloat16) for spec in manifest.tensors
     }
     shapes = {spec.name: (spec.dtype, spec.shape) for spec in manifest.tensors}
-    buffers = [np.ones(manifest.total_bytes, np.uint8) for _ in range(2)]
-    rows: dict[str, list[float]] = {}
+    memcpy, rows = Memcpy(manifest.total_bytes), Rows()
     with (
         ToyEngine(shapes) as engine,
         ws.WeightSender(ws.StateDictSource(tensors), [engine]) as sender,
@@ -57,24 +38,17 @@ def run(rounds: int) -> dict[str, object]:
                 "fill": receipt.seconds["fill"],
                 "verify": receipt.seconds["verify"],
                 "apply": receipt.engines[0].workers[0].load_seconds,
+                MEMCPY: memcpy.seconds(),
             }
-            started = time.perf_counter()
-            _native.memcpy(buffers[0].ctypes.data, buffers[1].ctypes.data, buffers[0].nbytes)
-            row["memcpy"] = time.perf_counter() - started
             if number >= 2:  # the first touch every page
-                for key, value in row.items():
-                    rows.setdefault(key, []).append(value)
-    seconds = {key: statistics.median(values) for key, values in rows.items()}
-    unit = seconds.pop("memcpy")
+                rows.add(row)
     return {
         "tensors": len(manifest),
         "nbytes": manifest.total_bytes,
         "rounds": rounds,
-        "memcpy_seconds": unit,
-        "seconds": seconds,
-        "passes": {key: value / unit for key, value in seconds.items()},
+        **rows.summary(),
     }
 
 
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, run, rounds=9)

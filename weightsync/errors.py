@@ -31,6 +31,7 @@ from typing import Literal
 __all__ = [
     "ConnectError",
     "DeadlineExceeded",
+    "DigestMismatch",
     "EnginePoisoned",
     "ManifestError",
     "MemoryShort",

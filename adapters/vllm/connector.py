@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,39 @@ CHECK_SECONDS = 0.5
 CONFIG = '{"backend": "weightsync"}'
 
 
-class VllmServer:
+class _UpdateSession(ABC):
+    """vLLM's own update session: finished if it was started, and only then.
+
+    Without one that is open, finishing raises on every rank, which at tensor parallelism above one
+    spoils vLLM's queue of replies.
+    """
+
+    _session_open = False
+
+    @abstractmethod
+    def _start(self, deadline: Deadline) -> None: ...
+
+    @abstractmethod
+    def _finish(self, deadline: Deadline) -> None: ...
+
+    def prepare(self, deadline: Deadline) -> None:
+        self.begin(deadline)
+        self.finish(deadline)
+
+    def begin(self, deadline: Deadline) -> None:
+        self._session_open = True
+        self._start(deadline)
+
+    def finish(self, deadline: Deadline) -> None:
+        if self._session_open:
+            self._finish(deadline)
+            self._session_open = False
+
+    def adopt_session(self, is_open: bool) -> None:
+        self._session_open = is_open
+
+
+class VllmServer(_UpdateSession):
     """A vLLM OpenAI server in development mode, over HTTP. See `weightsync.engines.base.Engine`.
 
     Args:
@@ -45,7 +78,6 @@ class VllmServer:
         self._http = httpx.Client(
             base_url=self._url, timeout=CONNECT_SECONDS, trust_env=False, headers=headers
         )
-        self._session_open = False
         self._multimodal = False
         try:
             self.workers = self._preflight(Deadline.after(CONNECT_SECONDS))
@@ -56,10 +88,6 @@ class VllmServer:
     def open_session(self, path: str, token: str, deadline: Deadline) -> None:
         info = {"path": path, "session": token}
         self._post("/init_weight_transfer_engine", deadline, {"init_info": info})
-
-    def prepare(self, deadline: Deadline) -> None:
-        self.begin(deadline)
-        self.finish(deadline)
 
     def is_paused(self, deadline: Deadline) -> bool:
         return bool(self._get("/is_paused", deadline).get("is_paused"))
@@ -72,22 +100,14 @@ class VllmServer:
     def resume(self, deadline: Deadline) -> None:
         self._post("/resume", deadline)
 
-    def begin(self, deadline: Deadline) -> None:
-        self._session_open = True
+    def _start(self, deadline: Deadline) -> None:
         self._post("/start_weight_update", deadline)
 
     def apply(self, update_id: str, deadline: Deadline) -> None:
         self._post("/update_weights", deadline, {"update_info": {"update_id": update_id}})
 
-    def finish(self, deadline: Deadline) -> None:
-        # Without an open session vLLM raises on every rank, which at tensor parallelism above one
-        # spoils its queue of replies.
-        if self._session_open:
-            self._post("/finish_weight_update", deadline, {})
-            self._session_open = False
-
-    def adopt_session(self, is_open: bool) -> None:
-        self._session_open = is_open
+    def _finish(self, deadline: Deadline) -> None:
+        self._post("/finish_weight_update", deadline, {})
 
     def set_version(self, version: str, deadline: Deadline) -> None:
         self._post("/update_weight_version", deadline, {"new_version": version})
@@ -181,7 +201,7 @@ class VllmServer:
         return found if isinstance(found, dict) else {}
 
 
-class VllmObject:
+class VllmObject(_UpdateSession):
     """A ``vllm.LLM`` of this process. See `weightsync.engines.base.Engine`.
 
     ``LLM`` takes steps only while its owner calls it. A sender is one more such call: it must not
@@ -210,7 +230,6 @@ class VllmObject:
                 remedy="create it so: LLM(..., weight_transfer_config={'backend': 'weightsync'})",
             )
         self.workers = int(llm.get_world_size())
-        self._session_open = False
         self._multimodal = bool(config.model_config.multimodal_config)
         core = llm.llm_engine.engine_core
         self._core = core
@@ -219,10 +238,6 @@ class VllmObject:
     def open_session(self, path: str, token: str, deadline: Deadline) -> None:
         info = {"path": path, "session": token}
         self._call(deadline, self._llm.init_weight_transfer_engine, {"init_info": info})
-
-    def prepare(self, deadline: Deadline) -> None:
-        self.begin(deadline)
-        self.finish(deadline)
 
     def is_paused(self, deadline: Deadline) -> bool:
         return False
@@ -233,21 +248,15 @@ class VllmObject:
     def resume(self, deadline: Deadline) -> None:
         """Nothing to do, see the class."""
 
-    def begin(self, deadline: Deadline) -> None:
-        self._session_open = True
+    def _start(self, deadline: Deadline) -> None:
         self._call(deadline, self._llm.start_weight_update)
 
     def apply(self, update_id: str, deadline: Deadline) -> None:
         info = {"update_info": {"update_id": update_id}}
         self._call(deadline, self._llm.update_weights, info)
 
-    def finish(self, deadline: Deadline) -> None:
-        if self._session_open:
-            self._call(deadline, self._llm.finish_weight_update)
-            self._session_open = False
-
-    def adopt_session(self, is_open: bool) -> None:
-        self._session_open = is_open
+    def _finish(self, deadline: Deadline) -> None:
+        self._call(deadline, self._llm.finish_weight_update)
 
     def set_version(self, version: str, deadline: Deadline) -> None:
         self._call(deadline, self._llm.update_weight_version, version)
