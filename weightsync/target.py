@@ -49,11 +49,17 @@ class Description:
         partial: boxes taken of tensors that this worker does not take whole, by position in the
             manifest. All other tensors are taken whole.
         served: positions of the tensors whose served bytes this target can digest after applying.
+        tied: ``(position, position of another)`` of tensors that are the same memory here. The
+            second is what is loaded; the sender makes sure that the first has the same bytes, and
+            does not send it.
+        untouched: persistent buffers that no tensor goes to: they stay what the engine made them.
     """
 
     problems: tuple[Problem, ...] = ()
     partial: tuple[tuple[int, Box], ...] = ()
     served: tuple[int, ...] = ()
+    tied: tuple[tuple[int, int], ...] = ()
+    untouched: tuple[str, ...] = ()
 
 
 class StagedWeights:

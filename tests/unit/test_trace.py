@@ -199,6 +199,8 @@ def traced(
     make: Callable[[], nn.Module],
     manifest: Manifest,
     load: Callable[[Any, Weights], object] | None = None,
+    *,
+    whole: bool = True,
 ) -> tuple[Trace, Description]:
     twin = twin_of(make)
     before = {name: tensor._version for name, tensor in twin.named_parameters()}
@@ -206,7 +208,12 @@ def traced(
     trace = trace_loader(twin, loader, manifest)
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     assert all(parameters[name]._version == version for name, version in before.items())
-    return trace, lint(trace, manifest, parameters, PACKED)
+    buffers = {
+        name: tensor
+        for name, tensor in twin.state_dict(keep_vars=True).items()
+        if not isinstance(tensor, nn.Parameter)
+    }
+    return trace, lint(trace, manifest, parameters, PACKED, buffers=buffers, whole=whole)
 
 
 def described(
@@ -214,8 +221,10 @@ def described(
     make: Callable[[], nn.Module] = Engine,
     load: Callable[[Any, Weights], object] | None = None,
     dtypes: Mapping[str, str] | None = None,
+    *,
+    whole: bool = True,
 ) -> tuple[Problem, ...]:
-    return traced(make, manifest_of(shapes, dtypes), load)[1].problems
+    return traced(make, manifest_of(shapes, dtypes), load, whole=whole)[1].problems
 
 
 def replay(
@@ -514,27 +523,91 @@ def test_another_dtype_is_a_problem_even_though_the_loader_would_cast(dtype: str
     assert f"torch.{dtype}" in problem.detail and "torch.float32" in problem.detail
 
 
-def test_a_parameter_that_two_tensors_would_fill_is_a_duplicate() -> None:
-    def forgiving(engine: Engine, weights: Weights) -> None:
-        engine.load_weights((n.replace("final_norm", "norm"), w) for n, w in weights)
+def forgiving(engine: Engine, weights: Weights) -> None:
+    """Takes the last norm under another name as well."""
+    engine.load_weights((n.replace("final_norm", "norm"), w) for n, w in weights)
 
-    problem = only(described({**CHECKPOINT, "final_norm.weight": (H,)}, load=forgiving))
+
+def takes_both(engine: Engine, weights: Weights) -> None:
+    """Writes a tied head over its embedding instead of skipping it."""
+    engine.tied = False
+    names = {"lm_head.weight": "embed.weight"}
+    engine.load_weights((names.get(n, n), w) for n, w in weights)
+
+
+@pytest.mark.parametrize(
+    ("extra", "tied", "load", "other"),
+    [
+        ("lm_head.weight", True, None, "embed.weight"),
+        ("lm_head.weight", True, takes_both, "embed.weight"),
+        ("final_norm.weight", False, forgiving, "norm.weight"),
+    ],
+    ids=["skipped", "written over", "another name"],
+)
+def test_a_second_tensor_for_the_same_memory_is_tied_to_the_first(
+    extra: str, tied: bool, load, other: str
+) -> None:
+    """Whether it may be left out is for who has the bytes to say."""
+    manifest = manifest_of(CHECKPOINT | {extra: CHECKPOINT[other]})
+    _, description = traced(lambda: Engine(tied=tied), manifest, load)
+    assert description.problems == ()
+    assert description.tied == ((manifest.index[extra], manifest.index[other]),)
+
+
+def test_a_tied_head_of_another_shape_or_without_its_embedding_is_unknown() -> None:
+    for shapes in ({**CHECKPOINT, "lm_head.weight": (VOCAB, 1)}, without("embed.weight")):
+        problems = described(shapes, lambda: Engine(tied=True))
+        assert ("unknown", "lm_head.weight") in {(p.kind, p.name) for p in problems}
+
+
+def test_a_tensor_that_fills_only_a_part_of_anothers_place_is_a_duplicate() -> None:
+    def overlapping(engine: Engine, weights: Weights) -> None:
+        for name, weight in weights:
+            if name == "norm.head":
+                engine.norm.weight.data[: weight.shape[0]].copy_(weight)
+            else:
+                engine.load_weights([(name, weight)])
+
+    problem = only(described({**CHECKPOINT, "norm.head": (3,)}, load=overlapping))
     assert (problem.kind, problem.name) == ("duplicate", "norm.weight")
 
 
-def test_both_names_of_a_tied_parameter_are_a_duplicate_if_the_loader_takes_both() -> None:
-    def takes_both(engine: Engine, weights: Weights) -> None:
-        engine.tied = False
-        names = {"lm_head.weight": "embed.weight"}
-        engine.load_weights((names.get(n, n), w) for n, w in weights)
-
-    problem = only(described(CHECKPOINT, lambda: Engine(tied=True), takes_both))
-    assert (problem.kind, problem.name) == ("duplicate", "embed.weight")
+def test_a_persistent_buffer_that_no_tensor_goes_to_is_named() -> None:
+    _, description = traced(Engine, manifest_of(without("scale")))
+    assert description.untouched == ("scale",) and description.problems == ()
+    assert traced(Engine, manifest_of(CHECKPOINT))[1].untouched == ()
 
 
-def test_a_tied_head_that_is_sent_as_well_and_skipped_is_unknown() -> None:
-    problem = only(described(CHECKPOINT, lambda: Engine(tied=True)))
-    assert (problem.kind, problem.name) == ("unknown", "lm_head.weight")
+# A part of a model, declared as such
+
+
+PART = {
+    name: CHECKPOINT[name]
+    for name in CHECKPOINT
+    if name.startswith(("layers.0.mlp.down_proj", "norm", "layers.0.attn.o_proj"))
+}
+
+
+def test_a_declared_part_may_leave_other_modules_alone() -> None:
+    assert described(PART, whole=False) == ()
+    assert {problem.kind for problem in described(PART)} == {"missing"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "missing"),
+    [
+        ("layers.0.mlp.gate_proj.weight", "layers.0.mlp.{gate_proj, up_proj}.weight"),
+        ("layers.0.experts.1.w3", "layers.0.experts.w13"),
+        ("layers.0.attn.q_proj.bias", "layers.0.attn.{q_proj, k_proj, v_proj}.weight"),
+        ("layers.7.norm.weight", "layers.7.norm.weight"),
+    ],
+    ids=["half of a fused pair", "one expert", "a bias without its weight", "unknown"],
+)
+def test_a_declared_part_never_touches_a_part_of_a_module(extra: str, missing: str) -> None:
+    shapes = {**PART, extra: CHECKPOINT.get(extra, (H,))}
+    problems = described(shapes, whole=False)
+    assert missing in {problem.name for problem in problems}, problems
+    assert all("norm.weight" != p.name and "o_proj" not in p.name for p in problems)
 
 
 def test_all_problems_are_reported_at_once_and_spoil_no_other_tensor() -> None:

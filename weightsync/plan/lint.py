@@ -1,5 +1,9 @@
 """What is wrong with a trace: tensors that the engine does not know, parameters that would stay
-what they were, casts, shapes."""
+what they were, casts, shapes.
+
+A full update writes every parameter exactly once. A partial one, declared as such, may leave
+parameters alone, but never a part of one, nor one of several that the engine reloads together.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,9 @@ def lint(
     manifest: Manifest,
     parameters: Mapping[str, torch.Tensor],
     packed: Mapping[str, Sequence[str]],
+    *,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    whole: bool = True,
 ) -> Description:
     """Turn a trace into a description.
 
@@ -31,15 +38,20 @@ def lint(
         parameters: of the twin, by every name, aliases included; only shapes and dtypes are read.
         packed: the engine's own ``{fused module: [checkpoint modules]}``, to name what is missing;
             may be empty.
+        buffers: the twin's persistent ones, by name.
+        whole: the manifest is meant to be all of the model; otherwise it is a declared part, and
+            what it does not touch at all stays what it is.
 
     Returns:
-        Problems, and the boxes of tensors that this worker takes only a part of.
+        Problems, the boxes of tensors that this worker takes only a part of, tensors that are other
+        names of one that the engine loads, and persistent buffers that stay what they are.
     """
     by_tensor: dict[int, list[Copy]] = defaultdict(list)
     by_parameter: dict[str, list[Copy]] = defaultdict(list)
     for copy in trace.copies:
         by_tensor[copy.index].append(copy)
         by_parameter[copy.parameter].append(copy)
+    tied = _tied(trace, manifest, by_tensor, by_parameter)
     problems: list[Problem] = []
     partial: list[tuple[int, Box]] = []
     for index, spec in enumerate(manifest.tensors):
@@ -48,7 +60,7 @@ def lint(
             continue
         copies = by_tensor.get(index, [])
         if not copies:
-            if index not in trace.unlooked and spec.numel:
+            if index not in trace.unlooked and index not in tied and spec.numel:
                 problems.append(
                     Problem("unknown", spec.name, "the engine's loader has no place for it")
                 )
@@ -66,8 +78,48 @@ def lint(
                 f"and {len(trace.unlooked) - 1} more were not looked at, too many others failed",
             )
         )
-    problems += _uncovered(trace, by_parameter, parameters, packed)
-    return Description(tuple(problems), tuple(partial))
+    # A second tensor for the same memory is judged by its bytes, which only the sender has.
+    for copies in by_parameter.values():
+        copies[:] = [copy for copy in copies if copy.index not in tied]
+    problems += _uncovered(trace, by_parameter, parameters, packed, whole)
+    untouched = sorted(name for name in buffers or {} if not by_parameter.get(name))
+    return Description(
+        tuple(problems),
+        tuple(partial),
+        tied=tuple(sorted(tied.items())),
+        untouched=tuple(untouched),
+    )
+
+
+def _tied(
+    trace: Trace,
+    manifest: Manifest,
+    by_tensor: Mapping[int, Sequence[Copy]],
+    by_parameter: Mapping[str, Sequence[Copy]],
+) -> dict[int, int]:
+    """Positions of tensors that are but another name of one that is loaded, to the position of that
+    one: the head of a model that ties it to its embedding.
+
+    The loader skips such a tensor, or writes it over the other.
+    """
+    found: dict[int, int] = {}
+    for index, spec in enumerate(manifest.tensors):
+        copies = by_tensor.get(index, [])
+        if copies:
+            places = [(copy.parameter, copy.destination) for copy in copies]
+        else:
+            canonical = trace.aliases.get(spec.name, spec.name)
+            if canonical == spec.name:
+                continue
+            places = [(copy.parameter, copy.destination) for copy in by_parameter.get(canonical, [])]
+        if not places:
+            continue
+        for other in {copy.index for name, _ in places for copy in by_parameter[name]} - {index}:
+            same = [(copy.parameter, copy.destination) for copy in by_tensor[other]]
+            later = not copies or other < index
+            if later and same == places and manifest.tensors[other].shape == spec.shape:
+                found.setdefault(index, other)
+    return found
 
 
 def _failure(
@@ -99,15 +151,21 @@ def _uncovered(
     by_parameter: Mapping[str, Sequence[Copy]],
     parameters: Mapping[str, torch.Tensor],
     packed: Mapping[str, Sequence[str]],
+    whole: bool,
 ) -> list[Problem]:
-    """Parameters that are not written exactly once, all of them."""
+    """Parameters that are not written exactly once, all of them; of a partial update, those of the
+    modules that it touches."""
+    touched = {_module(name) for name, copies in by_parameter.items() if copies}
     fills: dict[str, list[Box]] = defaultdict(list)
     for name, region in trace.fills:
-        if region.box is not None:
+        if region.box is not None and region.box not in fills[name]:
             fills[name].append(region.box)
     problems = []
     for name, parameter in parameters.items():
         if trace.aliases.get(name, name) != name or parameter.numel() == 0:
+            continue
+        # Engines reload module by module: a weight without its bias would leave noise in that.
+        if not whole and _module(name) not in touched:
             continue
         copies = by_parameter.get(name, [])
         boxes = [copy.destination.box for copy in copies] + fills[name]
@@ -129,6 +187,10 @@ def _uncovered(
             )
             problems.append(Problem("missing", parts, detail))
     return problems
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _parts(name: str, packed: Mapping[str, Sequence[str]]) -> str:

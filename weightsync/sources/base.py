@@ -59,9 +59,12 @@ class Source(Protocol):
         """
         ...
 
-    def pieces(self) -> Iterator[Pieces]:
+    def pieces(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[Pieces]:
         """The bytes of every tensor of the last `manifest`, each exactly once, in any order and
         cut.
+
+        Args:
+            wanted: by position in the manifest, shape (n,): only the tensors that are marked.
 
         Raises:
             SourceError: tensors were replaced or written to since `pieces` began, as far as the

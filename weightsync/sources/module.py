@@ -132,7 +132,7 @@ class StateDictSource:
         self.casts, self.aliases = casts, aliases
         return sending
 
-    def pieces(self) -> Iterator[Pieces]:
+    def pieces(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[Pieces]:
         """See `weightsync.sources.base.Source`: the tensors that the last `manifest` saw.
 
         Raises:
@@ -144,12 +144,16 @@ class StateDictSource:
         # Whatever becomes of the tensors, memory that is being read is not given back.
         held = [tensor.untyped_storage() for tensor in sending.in_place]
         sending.check_unmoved()
-        manifest, rows = sending.manifest, sending.rows
+        manifest, rows, addresses = sending.manifest, sending.rows, sending.addresses
+        converted = sending.converted
+        if wanted is not None:
+            rows, addresses = rows[wanted[rows]], addresses[wanted[rows]]
+            converted = [index for index in converted if wanted[index]]
         if rows.size:
             starts = np.zeros(rows.size, np.uint64)
-            yield Pieces(rows, starts, manifest.nbytes[rows], sending.addresses, manifest)
+            yield Pieces(rows, starts, manifest.nbytes[rows], addresses, manifest)
         del held
-        for index in sending.converted:
+        for index in converted:
             dtype = manifest.tensors[index].dtype
             for piece in converted_pieces(index, sending.tensors[index], dtype):
                 yield dataclasses.replace(piece, manifest=manifest)

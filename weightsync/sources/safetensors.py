@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from weightsync.errors import SourceError
 from weightsync.manifest import Manifest, TensorSpec
@@ -114,12 +115,13 @@ class SafetensorsSource:
         """See `weightsync.sources.base.Source`."""
         return self._manifest
 
-    def pieces(self) -> Iterator[Pieces]:
+    def pieces(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[Pieces]:
         """See `weightsync.sources.base.Source`. At most `BATCH_BYTES` of a file are resident at a
         time."""
         by_file: dict[Path, list[int]] = {}
         for index, stored in enumerate(self._stored):
-            by_file.setdefault(stored.file, []).append(index)
+            if wanted is None or wanted[index]:
+                by_file.setdefault(stored.file, []).append(index)
         for file, indices in by_file.items():
             with file.open("rb") as handle:
                 self._check_unchanged(file, os.fstat(handle.fileno()))
