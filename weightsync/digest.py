@@ -27,18 +27,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weightsync import _native
+from weightsync.tables import U64Array, U64Like, table_columns, table_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
-
-U64Array: TypeAlias = NDArray[np.uint64]
-U64Like: TypeAlias = Sequence[int] | NDArray[Any]
 
 _MASK = (1 << 64) - 1
 _MIX_MULTIPLIER = 0xD6E8FEB86659FD93
@@ -168,10 +165,10 @@ def digest_spans(
         ValueError: lengths differ, a value is negative, an out_index is not below n_out, or an
             address is null where nbytes is not zero.
     """
-    columns = _columns(
+    columns = table_columns(
         addresses=addresses, nbytes=nbytes, starts=starts, seeds=seeds, out_index=out_index
     )
-    return _native.digest_table(_rows(columns), _n_out(columns, n_out), threads=threads)
+    return _native.digest_table(table_rows(columns), _n_out(columns, n_out), threads=threads)
 
 
 def copy_and_digest_spans(
@@ -203,7 +200,7 @@ def copy_and_digest_spans(
     Raises:
         ValueError: as in `digest_spans`, or a span overlaps its own destination.
     """
-    columns = _columns(
+    columns = table_columns(
         sources=sources,
         destinations=destinations,
         nbytes=nbytes,
@@ -212,7 +209,7 @@ def copy_and_digest_spans(
         out_index=out_index,
     )
     return _native.copy_digest_table(
-        _rows(columns),
+        table_rows(columns),
         _n_out(columns, n_out),
         threads=threads,
         streaming=_streaming(streaming),
@@ -228,8 +225,8 @@ def copy_spans(
     streaming: bool | None = None,
 ) -> None:
     """Copies n spans. Arguments and errors as in `copy_and_digest_spans`."""
-    columns = _columns(sources=sources, destinations=destinations, nbytes=nbytes)
-    _native.copy_table(_rows(columns), threads=threads, streaming=_streaming(streaming))
+    columns = table_columns(sources=sources, destinations=destinations, nbytes=nbytes)
+    _native.copy_table(table_rows(columns), threads=threads, streaming=_streaming(streaming))
 
 
 def digest_bytes(buffer: Buffer, *, start: int = 0, seed: int) -> Digest:
@@ -289,39 +286,6 @@ def _mix(x: U64Array) -> U64Array:
     x = (x ^ (x >> half)) * multiplier
     x = (x ^ (x >> half)) * multiplier
     return x ^ (x >> half)
-
-
-def _columns(**named: U64Like | None) -> dict[str, U64Array]:
-    """The named columns as uint64 arrays of one length; a missing `out_index` counts up."""
-    columns = {name: _column(name, values) for name, values in named.items() if values is not None}
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"columns of different lengths: {lengths}")
-    if "out_index" in named and named["out_index"] is None:
-        columns["out_index"] = np.arange(next(iter(lengths.values())), dtype=np.uint64)
-    return columns
-
-
-def _column(name: str, values: U64Like) -> U64Array:
-    # Left to itself numpy may make floats of a list with integers above 2**63; asked for uint64
-    # outright, it refuses what does not fit.
-    if not isinstance(values, np.ndarray):
-        try:
-            values = np.array(values, dtype=np.uint64)
-        except OverflowError as error:
-            raise ValueError(f"{name}: not an unsigned 64-bit integer") from error
-    if values.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, not {values.ndim}")
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"{name} must hold integers, not {values.dtype}")
-    if values.dtype.kind == "i" and values.size and int(values.min()) < 0:
-        raise ValueError(f"{name}: negative value {int(values.min())}")
-    return values.astype(np.uint64, copy=False)
-
-
-def _rows(columns: dict[str, U64Array]) -> U64Array:
-    """The columns in the order given, as the C-contiguous table that the native code takes."""
-    return np.stack(list(columns.values()), axis=1)
 
 
 def _n_out(columns: dict[str, U64Array], n_out: int | None) -> int:

@@ -12,6 +12,7 @@ part alone.
         DeadlineExceeded      somebody was awaited for too long
         PeerLost              the other end is gone
         ProtocolError         the other end sent what nobody may send
+        StreamAborted         the sender gave an update up while its bytes were under way
         MemoryShort           the staging arena does not fit into this machine
       UpdateError           an update that did not end in a receipt
         UpdateRefused         asked for in a state, or with arguments, that do not allow it
@@ -42,6 +43,7 @@ __all__ = [
     "ProofFailed",
     "ProtocolError",
     "SourceError",
+    "StreamAborted",
     "Superseded",
     "TransportError",
     "UpdateAborted",
@@ -141,6 +143,10 @@ class PeerLost(TransportError):
 
 class ProtocolError(TransportError):
     """The other end sent something malformed, out of bounds or out of turn."""
+
+
+class StreamAborted(TransportError):
+    """The sender gave an update up while its bytes were under way: what arrived is incomplete."""
 
 
 class MemoryShort(TransportError):

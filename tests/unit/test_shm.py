@@ -182,7 +182,7 @@ def test_a_reader_reads_what_was_written_before_and_after_it_came(
 @pytest.mark.parametrize("announced", [NBYTES - 1, NBYTES + 1, NBYTES + (1 << 40), 0, -1])
 def test_another_size_than_announced_is_refused(arena: ShmArena, announced: int) -> None:
     before = open_fds()
-    with pytest.raises(ProtocolError, match="sealed arena"):
+    with pytest.raises(ProtocolError, match="sealed memory"):
         ArenaReader(os.dup(arena.fd), announced)
     assert open_fds() == before
 
@@ -193,13 +193,13 @@ SEAL, SHRINK, GROW = fcntl.F_SEAL_SEAL, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW
 @pytest.mark.parametrize("seals", [None, SEAL, SHRINK | GROW, SEAL | GROW, SEAL | SHRINK])
 def test_memory_that_could_still_shrink_is_refused(seals: int | None) -> None:
     before = open_fds()
-    with pytest.raises(ProtocolError, match="sealed arena"):
+    with pytest.raises(ProtocolError, match="sealed memory"):
         ArenaReader(memfd(NBYTES, seals), NBYTES)
     assert open_fds() == before
 
 
 def test_an_empty_arena_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="sealed arena"):
+    with pytest.raises(ProtocolError, match="sealed memory"):
         ArenaReader(memfd(0, SEAL | SHRINK | GROW), 0)
 
 

@@ -10,7 +10,6 @@ gone. Its size is sealed before it leaves the sender, so no reader can meet SIGB
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from weightsync.errors import MemoryShort, ProtocolError, TransportError
 from weightsync.manifest import Manifest
+from weightsync.transport.memfd import check_sealed, sealed_memfd
 
 __all__ = [
     "ALIGNMENT",
@@ -37,7 +37,6 @@ ALIGNMENT: Final = 64
 """Bytes; a cache line, and a multiple of every dtype's size."""
 
 _MADV_POPULATE_READ: Final = 22
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def arena_offsets(manifest: Manifest) -> tuple[NDArray[np.uint64], int]:
@@ -116,15 +115,14 @@ class ShmArena:
         if nbytes > available:
             raise MemoryShort(nbytes, available, limit)
         self.nbytes = nbytes
-        self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.fd, nbytes)
-            # Reserve every page now: a write into a hole of a full memory limit would be SIGBUS.
-            os.posix_fallocate(self.fd, 0, nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map: mmap.mmap | None = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED)
+            self.fd = sealed_memfd(nbytes)
+            try:
+                self._map: mmap.mmap | None = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED)
+            except OSError:
+                os.close(self.fd)
+                raise
         except OSError as error:
-            os.close(self.fd)
             raise TransportError(f"cannot reserve an arena of {nbytes} bytes: {error}") from error
         self.address = address_of(self._map)
 
@@ -156,13 +154,7 @@ class ArenaReader:
         self._fd = fd
         self.nbytes = nbytes
         try:
-            size = os.fstat(fd).st_size
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            if size != nbytes or nbytes <= 0 or seals & _SEALS != _SEALS:
-                raise ProtocolError(
-                    f"expected a sealed arena of {nbytes} bytes, got {size} bytes with "
-                    f"seals {seals:#x}"
-                )
+            check_sealed(fd, nbytes)
             self._map: mmap.mmap | None = mmap.mmap(
                 fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
             )
