@@ -27,7 +27,7 @@ from weightsync.errors import (
 from weightsync.messages import Abort, Ack, Applied, Arm, Commit, Digests, Poison, Resumed
 from weightsync.receipt import EngineReceipt, WorkerReceipt
 
-__all__ = ["commit_engine", "release_pause"]
+__all__ = ["Flip", "end_requests", "release_pause"]
 
 log = logging.getLogger("weightsync.sender")
 
@@ -46,101 +46,192 @@ class _Clock:
         self.seconds[step] = time.perf_counter() - started
 
 
-def commit_engine(
-    engine: Engine,
-    workers: Sequence[Worker],
-    update_id: str,
-    version: str,
-    digests: Sequence[Digests],
-    pause: PauseMode,
-    deadline: Deadline,
-) -> EngineReceipt:
-    """Flip one engine to a verified update.
+class Flip:
+    """One engine's change to one update.
+
+        flip.enter()                     # paused; or UpdateAborted, and nothing has changed
+        flip.apply()                     # staged: the engine's workers load
+        flip.conclude(digests)           # version, caches, resume: the engine's receipt
+
+    Of a streamed update there is nothing to `apply`: whoever streams calls `poison` if that fails.
 
     Args:
         workers: of this engine, by rank.
-        digests: what each worker proved while staging, for the receipt.
         pause: what happens to requests in flight.
-
-    Raises:
-        UpdateAborted: before anything was applied; the engine serves the old version.
-        EnginePoisoned: later; the engine refuses to serve until a full update cures it.
-        NotResumed: last of all; the new weights are whole, but the engine is still paused.
-        Superseded: at any moment; a newer sender holds the engine, which is left alone.
+        keep_requests: do not end requests when the engine is poisoned: somebody is about to cure
+            it.
     """
-    clock = _Clock()
-    ours = False
-    try:
-        # A pause that somebody else asked for stays; one that a failed update left is ours.
-        paused = engine.is_paused(deadline)
-        ours = not paused or any(worker.status.holds_pause for worker in workers)
-        arm = Arm(update_id=update_id, holds_pause=ours)
-        ask_all(workers, arm, Ack, deadline, belongs_to=update_id)
-        engine.begin(deadline)
-        started = time.perf_counter()
-        if not paused or pause == "abort":
+
+    def __init__(
+        self,
+        engine: Engine,
+        workers: Sequence[Worker],
+        update_id: str,
+        version: str,
+        pause: PauseMode,
+        deadline: Deadline,
+        *,
+        keep_requests: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.workers = workers
+        self._update_id = update_id
+        self._version = version
+        self._pause: PauseMode = pause
+        self._deadline = deadline
+        self._keep_requests = keep_requests
+        self._clock = _Clock()
+        self._started = 0.0
+        self._ours = self._was_paused = self._holds = False
+        self._reports: Sequence[Applied] = ()
+
+    def enter(self) -> None:
+        """Open the engine's update session and pause it.
+
+        Raises:
+            UpdateAborted: nothing was applied; the engine serves the old version.
+            Superseded: a newer sender holds the engine, which is left alone.
+        """
+        engine, workers, deadline = self.engine, self.workers, self._deadline
+        try:
+            # A pause that somebody else asked for stays; one that a failed update left is ours.
+            self._was_paused = engine.is_paused(deadline)
+            self._ours = not self._was_paused or any(w.status.holds_pause for w in workers)
+            arm = Arm(update_id=self._update_id, holds_pause=self._ours)
+            ask_all(workers, arm, Ack, deadline, belongs_to=self._update_id)
+            for worker in workers:
+                worker.is_now(holds_pause=self._ours)
+            engine.begin(deadline)
+            self._started = time.perf_counter()
+            if not self._was_paused or self._pause == "abort":
+                _still_ours(workers)
+                with self._clock.measure("pause"):
+                    engine.pause(self._pause, deadline)
+            self._holds = engine.is_paused(deadline)
             _still_ours(workers)
-            with clock.measure("pause"):
-                engine.pause(pause, deadline)
-        holds = engine.is_paused(deadline)
-        _still_ours(workers)
-    except BaseException as error:
-        _raise_if_superseded(workers, error)
-        poisoned = any(worker.status.poisoned for worker in workers)
-        _unwind(engine, workers, update_id, resume=ours and not poisoned, reason=str(error))
-        if not isinstance(error, Exception):
-            raise
-        raise UpdateAborted(
-            f"{engine.name}: update {update_id} was aborted before anything was applied; it serves "
-            f"what it served before. {error}"
-        ) from error
-    try:
-        with clock.measure("apply"):
-            engine.apply(update_id, deadline)
-            reports = gather(workers, Applied, deadline, belongs_to=update_id)
-        failed = [(w.name, r.error) for w, r in zip(workers, reports, strict=True) if r.error]
-        if failed:
-            raise WeightSyncError("; ".join(f"{name}: {error}" for name, error in failed))
-        if holds and not engine.is_paused(deadline):
-            raise WeightSyncError("somebody resumed the engine while it was updated")
-        _still_ours(workers)
-        with clock.measure("finish"):
-            engine.finish(deadline)
-        with clock.measure("reset"):
-            # Requests that were frozen hold what the old weights computed, whoever froze them.
-            engine.reset_caches(deadline, recompute=paused or pause == "keep")
-        ask_all(workers, Commit(update_id=update_id), Ack, deadline, belongs_to=update_id)
-    except BaseException as error:
-        _raise_if_superseded(workers, error)
-        _poison(engine, workers, update_id, str(error))
-        if not isinstance(error, Exception):
-            raise
-        raise EnginePoisoned(
-            f"{engine.name}: update {update_id} failed while it was applied; the engine may hold a "
-            f"mixture of versions and refuses requests. {error}",
-            remedy="sync a full update: it cures the engine without a restart",
-        ) from error
-    for worker in workers:
-        worker.is_now(poisoned=None, version=version, holds_pause=ours)
-    _go_on(engine, workers, update_id, version, ours, clock, deadline)
-    paused_seconds = time.perf_counter() - started
-    return EngineReceipt(
-        name=engine.name,
-        engine=workers[0].description,
-        pause=pause,
-        paused_seconds=paused_seconds,
-        seconds=clock.seconds,
-        workers=tuple(
-            WorkerReceipt(
-                name=worker.name,
-                device=worker.device,
-                verify_seconds=digest.seconds,
-                apply_seconds=report.seconds,
-                load_seconds=report.load_seconds,
+        except BaseException as error:
+            self.leave(error)
+            if not isinstance(error, Exception):
+                raise
+            raise UpdateAborted(
+                f"{engine.name}: update {self._update_id} was aborted before anything was applied; "
+                f"it serves what it served before. {error}"
+            ) from error
+
+    def leave(self, error: BaseException) -> None:
+        """Nothing was applied: leave the engine as it was found.
+
+        Raises:
+            Superseded: a newer sender holds the engine, which is left alone.
+        """
+        _raise_if_superseded(self.workers, error)
+        poisoned = any(worker.status.poisoned for worker in self.workers)
+        _unwind(
+            self.engine,
+            self.workers,
+            self._update_id,
+            resume=self._ours and not poisoned,
+            reason=str(error),
+        )
+
+    def apply(self) -> None:
+        """Let all workers apply what they have staged.
+
+        Raises:
+            EnginePoisoned: one failed; the engine refuses to serve until a full update cures it.
+            Superseded: a newer sender holds the engine, which is left alone.
+        """
+        with self._or_poison(), self._clock.measure("apply"):
+            self.engine.apply(self._update_id, self._deadline)
+            self._reports = gather(
+                self.workers, Applied, self._deadline, belongs_to=self._update_id
             )
-            for worker, digest, report in zip(workers, digests, reports, strict=True)
-        ),
-    )
+            named = zip(self.workers, self._reports, strict=True)
+            failed = [(worker.name, report.error) for worker, report in named if report.error]
+            if failed:
+                raise WeightSyncError("; ".join(f"{name}: {error}" for name, error in failed))
+
+    def conclude(self, digests: Sequence[Digests]) -> EngineReceipt:
+        """Everything is applied: make the engine serve it.
+
+        Args:
+            digests: what each worker proved, for the receipt.
+
+        Raises:
+            EnginePoisoned: caches could not be reset, or a worker was lost.
+            NotResumed: the new weights are whole, but the engine is still paused.
+            Superseded: a newer sender holds the engine, which is left alone.
+        """
+        engine, workers, deadline = self.engine, self.workers, self._deadline
+        with self._or_poison():
+            if self._holds and not engine.is_paused(deadline):
+                raise WeightSyncError("somebody resumed the engine while it was updated")
+            _still_ours(workers)
+            with self._clock.measure("finish"):
+                engine.finish(deadline)
+            with self._clock.measure("reset"):
+                # Requests that were frozen hold what the old weights computed, whoever froze them.
+                recompute = self._was_paused or self._pause == "keep"
+                engine.reset_caches(deadline, recompute=recompute)
+            commit = Commit(update_id=self._update_id)
+            ask_all(workers, commit, Ack, deadline, belongs_to=self._update_id)
+        for worker in workers:
+            worker.is_now(poisoned=None, version=self._version)
+        _go_on(engine, workers, self._update_id, self._version, self._ours, self._clock, deadline)
+        # Of a streamed update there are none: what it took is in its digests' time.
+        reports: Sequence[Applied | None] = self._reports or [None] * len(workers)
+        return EngineReceipt(
+            name=engine.name,
+            engine=workers[0].description,
+            pause=self._pause,
+            paused_seconds=time.perf_counter() - self._started,
+            seconds=self._clock.seconds,
+            workers=tuple(
+                WorkerReceipt(
+                    name=worker.name,
+                    device=worker.device,
+                    verify_seconds=digest.seconds,
+                    apply_seconds=report.seconds if report else 0.0,
+                    load_seconds=report.load_seconds if report else 0.0,
+                )
+                for worker, digest, report in zip(workers, digests, reports, strict=True)
+            ),
+        )
+
+    def poison(self, error: BaseException) -> EnginePoisoned:
+        """Something may have been applied: all workers refuse together.
+
+        Returns:
+            The error to raise.
+
+        Raises:
+            Superseded: a newer sender holds the engine, which is left alone.
+        """
+        _raise_if_superseded(self.workers, error)
+        _poison(
+            self.engine,
+            self.workers,
+            self._update_id,
+            str(error),
+            keep_requests=self._keep_requests,
+        )
+        for worker in self.workers:
+            worker.is_now(poisoned=str(error))
+        return EnginePoisoned(
+            f"{self.engine.name}: update {self._update_id} failed while it was applied; the engine "
+            f"may hold a mixture of versions and refuses requests. {error}",
+            remedy="sync a full update: it cures the engine without a restart",
+        )
+
+    @contextmanager
+    def _or_poison(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            poisoned = self.poison(error)
+            if not isinstance(error, Exception):
+                raise
+            raise poisoned from error
 
 
 def _go_on(
@@ -217,7 +308,14 @@ def _unwind(
         _try(lambda: release_pause(workers, update_id, deadline))
 
 
-def _poison(engine: Engine, workers: Sequence[Worker], update_id: str, reason: str) -> None:
+def _poison(
+    engine: Engine,
+    workers: Sequence[Worker],
+    update_id: str,
+    reason: str,
+    *,
+    keep_requests: bool,
+) -> None:
     """Something may have been applied: all workers refuse together, and nobody is left hanging."""
     deadline = Deadline.after(SETTLE_SECONDS)
     message = Poison(update_id=update_id, reason=reason[:1000])
@@ -225,8 +323,13 @@ def _poison(engine: Engine, workers: Sequence[Worker], update_id: str, reason: s
         one = [worker]
         _try(lambda one=one: ask_all(one, message, Ack, deadline, belongs_to=update_id))  # type: ignore[misc]
     _try(lambda: engine.finish(deadline))
-    # Requests that are frozen in flight would wait for a cure that may never come: end them.
-    _try(lambda: engine.pause("abort", deadline))
+    if not keep_requests:
+        end_requests(engine)
+
+
+def end_requests(engine: Engine) -> None:
+    """Requests that are frozen in flight would wait for a cure that may never come: end them."""
+    _try(lambda: engine.pause("abort", Deadline.after(SETTLE_SECONDS)))
 
 
 def _try(action: Callable[[], object]) -> None:

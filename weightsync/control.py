@@ -41,7 +41,7 @@ from weightsync.messages import (
 from weightsync.runtime import OwnedDirectory, remove_stale
 from weightsync.wire import Channel, check_peer
 
-__all__ = ["Listener", "Worker", "ask_all", "close_all", "gather", "lost"]
+__all__ = ["Listener", "Worker", "ask_all", "close_all", "gather", "last_words", "lost", "tell_all"]
 
 log = logging.getLogger("weightsync.sender")
 
@@ -66,6 +66,7 @@ class Worker:
         self.rank = hello.rank
         self.device = hello.device
         self.description = hello.engine
+        self.modes = hello.modes
         self.status: WorkerStatus = hello.status
         self.channel = channel
         channel.peer = self.name
@@ -185,23 +186,42 @@ class Listener:
         return hello, channel
 
 
+def tell_all(
+    workers: Sequence[Worker],
+    message: Message | Sequence[Message],
+    deadline: Deadline,
+    *,
+    fds: Sequence[int] = (),
+) -> None:
+    """Send one message to all workers, or one of several to each.
+
+    Raises:
+        DeadlineExceeded, PeerLost: a worker does not read, or is gone. Superseded: it said before
+            that a newer sender has taken over.
+    """
+    messages = [message] * len(workers) if isinstance(message, Message) else message
+    for worker, its in zip(workers, messages, strict=True):
+        try:
+            worker.channel.send(its, deadline, fds=fds)
+        except PeerLost:
+            lost([worker])  # it may have said why before it hung up
+            raise
+
+
 def ask_all(
     workers: Sequence[Worker],
-    message: Message,
+    message: Message | Sequence[Message],
     answer: type[M],
     deadline: Deadline,
     *,
     belongs_to: str = "",
-    fd: int | None = None,
+    fds: Sequence[int] = (),
 ) -> list[M]:
-    """Send one message to all workers and gather one answer from each."""
-    for worker in workers:
-        try:
-            worker.channel.send(message, deadline, fd=fd)
-        except PeerLost:
-            lost([worker])  # it may have said why before it hung up
-            raise
-    of = str(message.__struct_config__.tag)
+    """Send one message to all workers, or one of several to each, and gather one answer from
+    each."""
+    tell_all(workers, message, deadline, fds=fds)
+    first = message if isinstance(message, Message) else message[0]
+    of = str(first.__struct_config__.tag)
     return gather(workers, answer, deadline, belongs_to=belongs_to, of=of)
 
 
@@ -302,6 +322,27 @@ def close_all(workers: Sequence[Worker]) -> None:
     """Hang up on all of them."""
     for worker in workers:
         worker.channel.close()
+
+
+def last_words(workers: Sequence[Worker]) -> str:
+    """What workers that have hung up said before, or "".
+
+    Raises:
+        Superseded: that a newer sender has taken over.
+    """
+    said = []
+    for worker in workers:
+        try:
+            message = worker.channel.poll()
+            while message is not None:
+                if isinstance(message, Refused):
+                    if message.of == "session":
+                        _refuse(worker, message)
+                    said.append(f"{worker.name}: {message.reason}")
+                message = worker.channel.poll()
+        except TransportError:
+            continue
+    return "; ".join(said)
 
 
 def lost(workers: Sequence[Worker]) -> str | None:

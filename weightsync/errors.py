@@ -19,6 +19,7 @@ part alone.
         ProofFailed           a digest differs; the update was aborted, old weights intact
         UpdateAborted         given up before anything was applied; old weights intact
         EnginePoisoned        an engine may hold a mixture and refuses to serve
+        RolledBack            an engine failed while applying, and serves the version before again
         NotResumed            all is applied, but the engine could not be told so
         Superseded            a newer sender has taken over
 """
@@ -42,6 +43,7 @@ __all__ = [
     "Problem",
     "ProofFailed",
     "ProtocolError",
+    "RolledBack",
     "SourceError",
     "StreamAborted",
     "Superseded",
@@ -218,6 +220,11 @@ class UpdateAborted(UpdateError):
 class EnginePoisoned(UpdateError):
     """An engine may hold a mixture of versions. It refuses to serve until a full update cures
     it."""
+
+
+class RolledBack(UpdateError):
+    """An engine failed while it applied an update, and all its workers were restored together: it
+    serves the version before, proven, and requests are admitted."""
 
 
 class NotResumed(UpdateError):

@@ -6,7 +6,7 @@ the one that is awaited.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -24,21 +24,26 @@ __all__ = [
     "Commit",
     "Described",
     "Digests",
+    "Follow",
     "Hello",
     "Joined",
     "Layout",
     "Message",
+    "Mode",
     "Partial",
     "Poison",
     "Refused",
     "Resumed",
-    "Seal",
     "Welcome",
     "WireProblem",
     "WorkerStatus",
 ]
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
+
+Mode = Literal["staged", "streamed"]
+"""``staged``: nothing is touched before everything is there and proven. ``streamed``: bytes are
+taken in as they come, and a failure in between poisons."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -66,7 +71,11 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Worker to sender, first of all."""
+    """Worker to sender, first of all.
+
+    Attributes:
+        modes: in which the worker's target takes updates.
+    """
 
     protocol: int
     session: str
@@ -75,6 +84,7 @@ class Hello(Message, frozen=True, tag="hello"):
     pid: int
     device: str
     engine: str
+    modes: tuple[Mode, ...]
     status: WorkerStatus
 
 
@@ -92,19 +102,25 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Layout(Message, frozen=True, tag="layout"):
-    """Sender to worker, with the arena's descriptor: what will lie where.
+    """Sender to worker: what will come, and through what memory. With the descriptors of the arena
+    (where the update is staged) and of the ring.
 
     Attributes:
         tensors: the manifest, in order.
-        offsets: of each tensor in the arena, in bytes.
-        arena_bytes: size of the arena.
         manifest_hash: checked by the worker against its own computation.
+        whole: these are meant to be all tensors of the model, not a declared part.
+        arena_bytes: size of the arena; 0 where there is none.
+        ring_bytes: size of the ring's memory.
+        reader: this worker's number among those that follow the ring.
     """
 
     tensors: tuple[TensorSpec, ...]
-    offsets: tuple[int, ...]
-    arena_bytes: int
     manifest_hash: str
+    whole: bool
+    mode: Mode
+    arena_bytes: int
+    ring_bytes: int
+    reader: int
 
 
 class WireProblem(msgspec.Struct, frozen=True):
@@ -130,6 +146,8 @@ class Described(Message, frozen=True, tag="described"):
         manifest_hash: of the layout that was looked at.
         problems: empty when it fits.
         partial: the boxes taken of tensors that are not taken whole.
+        tied: ``(position, position of another)`` of tensors that are one memory in the engine.
+        untouched: persistent buffers of the engine that no tensor goes to.
         seconds: that looking took.
     """
 
@@ -137,26 +155,46 @@ class Described(Message, frozen=True, tag="described"):
     manifest_hash: str
     problems: tuple[WireProblem, ...]
     partial: tuple[Partial, ...]
+    tied: tuple[tuple[int, int], ...]
+    untouched: tuple[str, ...]
     seconds: float
 
 
 class Begin(Message, frozen=True, tag="begin"):
-    """Sender to worker: the arena is about to be overwritten."""
+    """Sender to worker: an update of the announced layout.
+
+    Attributes:
+        seed: of this update's digests.
+        base: where the update's bytes begin in the arena.
+        ring_update: its number in the ring.
+        filled: the bytes are in the arena already, from an earlier update; nothing will come
+            through the ring.
+        seconds: in which the sender means to be done.
+    """
 
     update_id: str
     version: str
+    seed: int
+    base: int
+    ring_update: int
+    filled: bool
+    seconds: float
 
 
-class Seal(Message, frozen=True, tag="seal"):
-    """Sender to worker: all bytes are there; digest them with this seed."""
+class Follow(Message, frozen=True, tag="follow"):
+    """Sender to worker: take in what the ring announces, to its end. Staged: digest this worker's
+    share of it in the arena, or all of it where it was filled before. Streamed: copy it into place,
+    and digest what was copied.
+
+    Answered by `Digests`, or by `Ack` where the sender has given up.
+    """
 
     update_id: str
-    seed: int
 
 
 class Digests(Message, frozen=True, tag="digests"):
-    """Worker to sender: one digest per tensor, as (n, 2) little-endian u64. Each covers its
-    tensor's bytes and their number."""
+    """Worker to sender: one digest per tensor, as (n, 2) little-endian u64, of those of its bytes
+    that this worker looked at. Each covers these bytes and their number."""
 
     update_id: str
     rank: int
@@ -241,7 +279,7 @@ AnyMessage = (
     | Layout
     | Described
     | Begin
-    | Seal
+    | Follow
     | Digests
     | Arm
     | Applied

@@ -1,9 +1,12 @@
 """A plain torch module of this process as a target: its tensors are written in place, byte for
-byte."""
+byte, from the arena or straight from the ring."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,17 +15,13 @@ from numpy.typing import NDArray
 from weightsync.digest import copy_spans, digest_spans
 from weightsync.errors import Problem, UpdateRefused
 from weightsync.manifest import Manifest
-from weightsync.sources.module import dtype_name
+from weightsync.messages import Mode
+from weightsync.sources.module import Seen, dtype_name
 from weightsync.sources.names import clean_name
-from weightsync.target import (
-    ApplyReport,
-    Description,
-    Mode,
-    Served,
-    StagedWeights,
-    TargetStatus,
-    digest_staged,
-)
+from weightsync.target import ApplyReport, Description, Served, StagedWeights, TargetStatus
+
+if TYPE_CHECKING:
+    from weightsync.staging import Incoming
 
 __all__ = ["ModuleTarget"]
 
@@ -38,23 +37,26 @@ class ModuleTarget:
         engine: name for receipts.
     """
 
-    modes: frozenset[Mode] = frozenset({"staged"})
+    modes: frozenset[Mode] = frozenset({"staged", "streamed"})
+    wants_tensors = False
 
     def __init__(self, module: torch.nn.Module, *, engine: str = "torch module") -> None:
         self._module = module
         self._engine = engine
         self._refused: str | None = None
+        self._places: _Places | None = None
 
     @property
     def refused(self) -> str | None:
         """Why requests must not be served at the moment, or None."""
         return self._refused
 
-    def describe(self, manifest: Manifest) -> Description:
+    def describe(self, manifest: Manifest, *, whole: bool) -> Description:
         tensors = self._tensors()
         problems: list[Problem] = []
-        covered: dict[int, str] = {}
-        for spec in manifest.tensors:
+        tied: list[tuple[int, int]] = []
+        covered: dict[int, int] = {}
+        for index, spec in enumerate(manifest.tensors):
             tensor = tensors.get(spec.name)
             if tensor is None:
                 problems.append(Problem("unknown", spec.name, "the module has no such tensor"))
@@ -70,25 +72,32 @@ class ModuleTarget:
                     Problem("loader", spec.name, "the module's tensor is not contiguous")
                 )
             if tensor.numel() and tensor.data_ptr() in covered:
-                detail = f"is the same memory as {covered[tensor.data_ptr()]!r}"
-                problems.append(Problem("duplicate", spec.name, detail))
-            covered[tensor.data_ptr()] = spec.name
-        problems += [
-            Problem("missing", name, f"the module's {list(tensor.shape)} would stay what it is")
-            for name, tensor in tensors.items()
-            if tensor.numel() and tensor.data_ptr() not in covered
-        ]
-        return Description(tuple(problems), served=tuple(range(len(manifest))))
+                first = covered[tensor.data_ptr()]
+                if manifest.tensors[first].shape == spec.shape:
+                    tied.append((index, first))
+                else:
+                    detail = f"is the same memory as {manifest.tensors[first].name!r}"
+                    problems.append(Problem("duplicate", spec.name, detail))
+            covered.setdefault(tensor.data_ptr(), index)
+        if whole:
+            problems += [
+                Problem("missing", name, f"the module's {list(tensor.shape)} would stay what it is")
+                for name, tensor in tensors.items()
+                if tensor.numel() and tensor.data_ptr() not in covered
+            ]
+        return Description(tuple(problems), served=tuple(range(len(manifest))), tied=tuple(tied))
 
-    def verify(
-        self, manifest: Manifest, addresses: NDArray[np.uint64], seeds: NDArray[np.uint64]
-    ) -> NDArray[np.uint64]:
-        return digest_staged(manifest, addresses, seeds)
+    def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
+        return incoming.digest()
+
+    def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
+        return incoming.copy_to(self._addresses(incoming.manifest))
 
     def apply(self, weights: StagedWeights) -> ApplyReport:
         started = time.perf_counter()
         manifest = weights.manifest
-        copy_spans(weights.addresses(), self._addresses(manifest), manifest.nbytes)
+        with weights.addresses() as staged:
+            copy_spans(staged, self._addresses(manifest), manifest.nbytes)
         return ApplyReport(load_seconds=time.perf_counter() - started)
 
     def restore(self) -> None:
@@ -110,24 +119,43 @@ class ModuleTarget:
         return TargetStatus(engine=self._engine, device="cpu")
 
     def _addresses(self, manifest: Manifest) -> NDArray[np.uint64]:
-        """Where each of the manifest's tensors lies in the module now, shape (n,).
+        """Where each of the manifest's tensors lies in the module now, shape (n,). Looked up anew
+        only if a tensor is not what it was.
 
         Raises:
             UpdateRefused: a tensor is not what was described: replaced, resized or made strided.
         """
-        tensors = self._tensors()
-        for spec in manifest.tensors:
-            tensor = tensors.get(spec.name)
-            if (
-                tensor is None
-                or tuple(tensor.shape) != spec.shape
-                or dtype_name(tensor.dtype) != spec.dtype
-                or not tensor.is_contiguous()
-                or tensor.device.type != "cpu"
-            ):
-                raise UpdateRefused(f"the module's {spec.name!r} is not what it was when described")
-        return np.array([tensors[spec.name].data_ptr() for spec in manifest.tensors], np.uint64)
+        found = self._module.state_dict(keep_vars=True)
+        names, tensors = list(found), list(found.values())
+        places = self._places
+        if places is None or places.manifest != manifest or not places.seen.still(names, tensors):
+            addresses = _look_up(manifest, self._tensors())
+            self._places = places = _Places(manifest, Seen(names, tensors), addresses)
+        return places.addresses
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = self._module.state_dict(keep_vars=True)
         return {clean_name(name): tensor for name, tensor in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a manifest's tensors lie, and the tensors of which that is true."""
+
+    manifest: Manifest
+    seen: Seen
+    addresses: NDArray[np.uint64]
+
+
+def _look_up(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> NDArray[np.uint64]:
+    for spec in manifest.tensors:
+        tensor = tensors.get(spec.name)
+        if (
+            tensor is None
+            or tuple(tensor.shape) != spec.shape
+            or dtype_name(tensor.dtype) != spec.dtype
+            or not tensor.is_contiguous()
+            or tensor.device.type != "cpu"
+        ):
+            raise UpdateRefused(f"the module's {spec.name!r} is not what it was when described")
+    return np.array([tensors[spec.name].data_ptr() for spec in manifest.tensors], np.uint64)

@@ -24,7 +24,8 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     Attributes:
         name: engine and rank.
         device: torch's name of its device.
-        verify_seconds: that its digests took, while the engine was generating.
+        verify_seconds: that taking bytes in and digesting them took, until the last had come; while
+            the engine was generating, unless the update was streamed.
         apply_seconds: that applying took on this worker.
         load_seconds: thereof in the engine's own loader.
     """
@@ -69,13 +70,18 @@ class Receipt(msgspec.Struct, frozen=True):
         version: that the engines report from now on.
         update_id: of this update.
         proven: the weakest level among all tensors.
-        levels: by level, the number of tensors and bytes proven at it; together they are the whole
-            model.
-        nbytes: of all checkpoint tensors.
+        levels: by level, the number of tensors and bytes proven at it; together they are all that
+            was sent.
+        mode: "staged" or "streamed".
+        only: what the update was declared to be of; empty for the whole model.
+        nbytes: of all checkpoint tensors that were sent.
         manifest_hash: of names, dtypes and shapes, in order.
         digest: over all tensors' digests and this update's seed.
         casts: declared dtype changes by tensor.
-        aliases: tensors that were not sent since they are the same memory as another.
+        aliases: tensors that were not sent since they are the same as another, in the trainer's
+            memory, or byte for byte where they are one in the engine's.
+        untouched: by engine, persistent buffers that no tensor goes to: they are what the engine
+            made them.
         seconds: by phase: plan, fill, verify, stage (all of staging), commit (all of committing).
         previous: hash of the sender's receipt before this one, "" for its first.
         hash: of everything above.
@@ -85,11 +91,14 @@ class Receipt(msgspec.Struct, frozen=True):
     update_id: str
     proven: ProofLevel
     levels: dict[str, LevelShare]
+    mode: str
+    only: tuple[str, ...]
     nbytes: int
     manifest_hash: str
     digest: str
     casts: dict[str, str]
     aliases: dict[str, str]
+    untouched: dict[str, tuple[str, ...]]
     engines: tuple[EngineReceipt, ...]
     seconds: dict[str, float]
     previous: str

@@ -1,7 +1,8 @@
 """An engine worker's side of an update: keeps the state, calls the target, answers the sender.
 
-Two threads meet here. The session's thread answers the sender: it maps the arena, digests it while
-the engine goes on generating, and notices when a sender dies. The engine's thread calls `join`,
+Two threads meet here. The session's thread answers the sender: it maps the arena, digests what
+comes in while the engine goes on generating, and notices when a sender dies. The engine's thread
+calls `join`,
 `prepare`, `apply` and `finish`, through whatever hook the engine has; these never raise and never
 wait for the sender, so that an engine's RPC cannot hang on us.
 
@@ -15,7 +16,7 @@ import os
 import threading
 import time
 
-from weightsync.errors import ProtocolError, UpdateRefused
+from weightsync.errors import Problem, ProtocolError, StreamAborted, TransportError, UpdateRefused
 from weightsync.messages import (
     PROTOCOL,
     Abort,
@@ -26,6 +27,7 @@ from weightsync.messages import (
     Commit,
     Described,
     Digests,
+    Follow,
     Hello,
     Joined,
     Layout,
@@ -33,18 +35,20 @@ from weightsync.messages import (
     Partial,
     Poison,
     Resumed,
-    Seal,
     WireProblem,
     WorkerStatus,
 )
 from weightsync.session import Session
-from weightsync.staging import Staging
-from weightsync.target import StagedWeights, Target
+from weightsync.staging import Incoming, Staging
+from weightsync.target import Description, StagedWeights, Target
 from weightsync.update import Phase, UpdateState
 
 __all__ = ["Receiver"]
 
 log = logging.getLogger("weightsync.receiver")
+
+HANDOVER_SECONDS = 10.0
+"""How long what an earlier sender's update was doing here may take to end, once it was cut off."""
 
 
 class Receiver:
@@ -67,6 +71,9 @@ class Receiver:
         self._session_open = False
         self._session: Session | None = None
         self._staging: Staging | None = None
+        self._incoming: Incoming | None = None
+        self._following = threading.Lock()
+        """Held while bytes come in: no update may begin while those of another still do."""
 
     def status(self) -> WorkerStatus:
         """What this worker knows about itself. Any thread."""
@@ -101,19 +108,19 @@ class Receiver:
             return
         started = time.perf_counter()
         try:
-            description = self._target.describe(staging.manifest)
-            problems = tuple(WireProblem(p.kind, p.name, p.detail) for p in description.problems)
-            partial = tuple(Partial(i, b.offsets, b.lengths) for i, b in description.partial)
+            found = self._target.describe(staging.manifest, whole=staging.whole)
         except Exception as error:
             log.exception("cannot tell what the engine takes")
-            problems, partial = (WireProblem("loader", "the engine's loader", _text(error)),), ()
-        staging.described = not problems
+            found = Description((Problem("loader", "the engine's loader", _text(error)),))
+        staging.described = not found.problems
         session.answer(
             Described(
                 rank=self.rank,
                 manifest_hash=staging.manifest.hash,
-                problems=problems,
-                partial=partial,
+                problems=tuple(WireProblem(p.kind, p.name, p.detail) for p in found.problems),
+                partial=tuple(Partial(i, b.offsets, b.lengths) for i, b in found.partial),
+                tied=found.tied,
+                untouched=found.untouched,
                 seconds=time.perf_counter() - started,
             )
         )
@@ -176,6 +183,7 @@ class Receiver:
             pid=os.getpid(),
             device=target.device,
             engine=target.engine,
+            modes=tuple(sorted(self._target.modes)),
             status=self.status(),
         )
 
@@ -189,6 +197,10 @@ class Receiver:
         if previous is not None:
             previous.supersede(epoch)
             log.info("sender of epoch %d took over", epoch)
+        # Hanging up wakes whoever still takes in an earlier sender's bytes.
+        if not self._following.acquire(timeout=HANDOVER_SECONDS):
+            raise ProtocolError("an earlier sender's bytes are still coming in")
+        self._following.release()
         return Joined(rank=self.rank, status=self.status())
 
     def lost(self, session: Session, reason: str) -> None:
@@ -200,11 +212,10 @@ class Receiver:
 
     def handle(self, session: Session, message: Message) -> Message:
         """Act on what a sender says; the answer."""
-        if isinstance(message, Seal):
-            return self._verify(session, message)
+        if isinstance(message, Follow):
+            return self._follow(session, message)
         with self._lock:
-            if session is not self._session:
-                raise ProtocolError("this sender does not hold the worker any more")
+            self._check_holder(session)
             self._act(session, message)
         tag = str(message.__struct_config__.tag)
         return Ack(of=tag, update_id=getattr(message, "update_id", ""), rank=self.rank)
@@ -212,7 +223,9 @@ class Receiver:
     def _act(self, session: Session, message: Message) -> None:
         match message:
             case Layout():
-                staging = Staging(message, session.channel.take_fd())
+                channel = session.channel
+                arena_fd = channel.take_fd() if message.mode == "staged" else None
+                staging = Staging(message, channel.take_fd(), arena_fd)
                 if not self._state.resting:
                     staging.close()
                     raise UpdateRefused("a layout cannot change during an update")
@@ -221,13 +234,18 @@ class Receiver:
             case Begin():
                 if self._staging is None or not self._staging.described:
                     raise UpdateRefused("no layout that this engine takes has been announced")
-                self._state.begin(message.update_id, message.version)
+                incoming = self._staging.incoming(message, session.channel)
+                self._state.begin(message.update_id, message.version, whole=self._staging.whole)
+                self._incoming = incoming
             case Arm():
                 if self._staging is None:
                     raise UpdateRefused("no layout has been announced")
-                self._state.expect(message.update_id, Phase.SEALED)
-                self._staging.arm()
-                self._state.verify(message.update_id)
+                if self._staging.mode == "streamed":
+                    self._state.expect(message.update_id, Phase.RECEIVING)
+                else:
+                    self._state.expect(message.update_id, Phase.SEALED)
+                    self._staging.arm(wants_tensors=self._target.wants_tensors)
+                    self._state.verify(message.update_id)
                 self._holds_pause = message.holds_pause
             case Commit():
                 self._state.commit(message.update_id)
@@ -243,23 +261,45 @@ class Receiver:
             case _:
                 raise ProtocolError(f"{type(message).__name__} is nothing that a worker is told")
 
-    def _verify(self, session: Session, message: Seal) -> Message:
-        """Digest the arena, without the lock: the engine's thread must not wait for it."""
+    def _follow(self, session: Session, message: Follow) -> Message:
+        """Take in what comes, without the lock: the engine's thread must not wait for it."""
         with self._lock:
-            if session is not self._session:
-                raise ProtocolError("this sender does not hold the worker any more")
-            self._state.seal(message.update_id)
-            staging = self._staging
-        if staging is None:
-            raise UpdateRefused("no layout has been announced")
+            self._check_holder(session)
+            staging, incoming, self._incoming = self._staging, self._incoming, None
+            if staging is None or incoming is None:
+                raise UpdateRefused(f"update {message.update_id} has not begun")
+            streamed = staging.mode == "streamed"
+            if streamed:
+                self._state.stream(message.update_id)
+            else:
+                self._state.expect(message.update_id, Phase.RECEIVING)
+            if not self._following.acquire(blocking=False):
+                raise ProtocolError("bytes of another update are still coming in")
         started = time.perf_counter()
-        digests = staging.verify(self._target, message.seed)
+        try:
+            take = self._target.stream if streamed else self._target.verify
+            digests = take(incoming)
+        except StreamAborted:
+            return Ack(of="follow", update_id=message.update_id, rank=self.rank)
+        except UpdateRefused as refusal:
+            # Nobody reads the ring any more: hanging up tells a sender that waits for room in it.
+            raise TransportError(f"the update cannot be taken in: {refusal}") from refusal
+        finally:
+            self._following.release()
+        with self._lock:
+            self._check_holder(session)
+            if not streamed:
+                self._state.seal(message.update_id)
         return Digests(
             update_id=message.update_id,
             rank=self.rank,
             digests=digests.astype("<u8").tobytes(),
             seconds=time.perf_counter() - started,
         )
+
+    def _check_holder(self, session: Session) -> None:
+        if session is not self._session:
+            raise ProtocolError("this sender does not hold the worker any more")
 
     # --- shared -----------------------------------------------------------------------------
 

@@ -1,46 +1,45 @@
-"""The sender: stage, prove, then flip.
+"""The sender: stage, prove, then flip; or, where the user cannot spare the memory, stream.
 
-``stage()`` fills the arena, lets every worker of every engine digest it, and compares; engines go
+``stage()`` fills the arena while every worker of every engine digests it, and compares; engines go
 on generating meanwhile. ``commit()`` pauses each engine just long enough to apply what was proven.
-``sync()`` does both.
+``sync()`` does both. A streamed update goes straight into the models of paused engines.
 """
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
 
-from weightsync.commit import commit_engine
-from weightsync.control import Worker, ask_all, gather
+from weightsync.agreement import Agreement
+from weightsync.control import ask_all
 from weightsync.deadline import Deadline
-from weightsync.digest import derive_seeds
+from weightsync.delivery import Delivery
 from weightsync.engines.base import Engine, PauseMode
 from weightsync.errors import (
-    DigestMismatch,
     ManifestError,
     MemoryShort,
     PlanRefused,
     ProofFailed,
     SourceError,
-    UpdateAborted,
     UpdateRefused,
 )
-from weightsync.manifest import Manifest
-from weightsync.messages import Abort, Ack, Begin, Described, Digests, Layout, Seal
-from weightsync.plan.match import check_descriptions
-from weightsync.receipt import EngineReceipt, LevelShare, ProofLevel, Receipt, chain
+from weightsync.messages import Abort, Ack, Mode
+from weightsync.outbox import Outbox
+from weightsync.receipt import ProofLevel, Receipt, chain
+from weightsync.rollback import Keeper
 from weightsync.roster import Roster
-from weightsync.sources.base import Source, fill
-from weightsync.transport.shm import ShmArena, arena_offsets
+from weightsync.sources.base import Source
+from weightsync.streaming import Flips
 
-__all__ = ["StagedUpdate", "WeightSender"]
+__all__ = ["Rollback", "StagedUpdate", "WeightSender"]
+
+Rollback = Literal["none", "retain"]
+"""What becomes of an engine that fails while it applies an update: it refuses to serve until a full
+update cures it; or it gets back the version before, which costs its memory once more."""
 
 SUPPORTED_PROOFS: tuple[ProofLevel, ...] = ("received",)
 ABORT_SECONDS = 10.0
@@ -56,48 +55,46 @@ class StagedUpdate:
     Attributes:
         version: that it will be.
         update_id: of this update.
-        digest: over all tensors' digests and the seed of this update.
-        proofs: what each worker proved, in the order of the sender's workers.
         seconds: that staging took, by phase.
     """
 
-    def __init__(
-        self,
-        sender: WeightSender,
-        version: str,
-        update_id: str,
-        digest: str,
-        proofs: Sequence[Digests],
-        seconds: dict[str, float],
-    ) -> None:
+    def __init__(self, sender: WeightSender, delivery: Delivery) -> None:
         self._sender = sender
-        self.version = version
-        self.update_id = update_id
-        self.digest = digest
-        self.proofs = tuple(proofs)
-        self.seconds = seconds
+        self._delivery = delivery
+        self.version = delivery.version
+        self.update_id = delivery.update_id
+        self.seconds = delivery.seconds
 
     def commit(self, pause: PauseMode = "keep") -> Receipt:
         """Flip all engines to this update. See `WeightSender.sync`."""
-        return self._sender._commit(self, pause)
+        return self._sender._commit(self._delivery, pause)
 
     def abort(self) -> None:
         """Give it up; engines keep what they serve."""
-        self._sender._abort(self)
+        self._sender._abort(self._delivery)
 
 
 class WeightSender:
     """Delivers a trainer's weights to live engines.
 
-    Connects on first use, holds one arena of shared memory and one connection per worker, and
-    reuses them. A sender that is created for an engine that another sender holds takes it over and
-    clears what that one left. Not thread-safe.
+    Connects on first use, holds its memory and one connection per worker, and reuses them. A sender
+    that is created for an engine that another sender holds takes it over and clears what that one
+    left. Not thread-safe.
 
     Args:
         source: what the trainer has.
         engines: from `weightsync.connect` or `weightsync.engine`.
         proof: what must be proven of every tensor before `sync` returns. ``"received"``: the bytes
-            that each worker hands to its engine's loader, digested by the worker in place.
+            that each worker hands to its engine's loader, digested in place.
+        mode: ``"staged"``: all bytes go into an arena of shared memory as large as the model, are
+            proven there while the engines go on generating, and are then applied, or nothing is.
+            ``"streamed"``: bytes go through a small ring straight into the models of paused
+            engines; in bounded memory and fewer passes, but any failure poisons. Only for engines
+            whose workers copy at once.
+        rollback: ``"retain"`` keeps the version before in the arena, at its size once more, and
+            gives it back to an engine that fails while applying. Until the first update of a
+            sender there is none to give back.
+        bucket_bytes: that are copied, digested and announced at once; None for what measures best.
         deadline: seconds that one `stage` or one `commit` may take.
         on_receipt: called with each receipt, after the engines have resumed. What it raises goes
             through `sync`; the receipt stays in `last_receipt`.
@@ -107,8 +104,7 @@ class WeightSender:
         last_receipt: of the last update that was committed everywhere, or None.
 
     Raises:
-        UpdateRefused: no engine, two of one name, a proof level that does not exist, or a deadline
-            that is not positive.
+        UpdateRefused: no engine, two of one name, or arguments that do not go together.
     """
 
     def __init__(
@@ -117,26 +113,26 @@ class WeightSender:
         engines: Iterable[Engine],
         *,
         proof: ProofLevel = "received",
+        mode: Mode = "staged",
+        rollback: Rollback = "none",
+        bucket_bytes: int | None = None,
         deadline: float = 600.0,
         on_receipt: Callable[[Receipt], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        if proof not in SUPPORTED_PROOFS:
-            raise UpdateRefused(
-                f"proof {proof!r} is not available, known are {', '.join(SUPPORTED_PROOFS)}"
-            )
-        if not deadline > 0:
-            raise UpdateRefused(f"a deadline is a positive number of seconds, got {deadline}")
+        _check_arguments(proof, mode, rollback, bucket_bytes, deadline)
         self._source = source
         self._roster = Roster(tuple(engines))
         self._proof = proof
+        self._mode: Mode = mode
         self._seconds = deadline
         self._on_receipt = on_receipt
         self._on_progress = on_progress
-        self._arena: ShmArena | None = None
-        self._manifest: Manifest | None = None
-        self._offsets: NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._staged: StagedUpdate | None = None
+        retain = rollback == "retain"
+        self._outbox = Outbox(mode, halves=2 if retain else 1, bucket_bytes=bucket_bytes)
+        self._keeper = Keeper(retains=retain, seconds=deadline)
+        self._agreement = Agreement(self._roster, self._outbox, mode)
+        self._staged: Delivery | None = None
         self.last_receipt: Receipt | None = None
 
     def __enter__(self) -> Self:
@@ -150,11 +146,20 @@ class WeightSender:
     ) -> None:
         self.close()
 
-    def sync(self, version: int | str, *, pause: PauseMode = "keep") -> Receipt:
+    def sync(
+        self,
+        version: int | str,
+        *,
+        only: Sequence[str] | None = None,
+        pause: PauseMode = "keep",
+    ) -> Receipt:
         """Deliver the source's weights as of now; returns only when every worker has proven them.
 
         Args:
             version: that the engines report afterwards.
+            only: names of the tensors to send, or patterns of names (`fnmatch`); all others are
+                declared to stay what they are. Everything that an engine loads together must come
+                together: all of a fused or stacked parameter, and of a module. None sends all.
             pause: what happens to requests in flight: ``"keep"`` freezes them and goes on with the
                 new weights, ``"wait"`` lets them end first, ``"abort"`` ends them. On an engine
                 that is paused already, ``"wait"`` is ``"keep"``: nothing there can end.
@@ -170,156 +175,123 @@ class WeightSender:
                 old version.
             EnginePoisoned: an engine failed while applying, and refuses to serve until the next
                 full update.
+            RolledBack: an engine failed while applying, and serves the version before again.
             NotResumed: applied and proven, but an engine could not be told so.
             Superseded: a newer sender has taken over.
         """
-        return self.stage(version).commit(pause)
+        if self._mode == "streamed":
+            return self._stream(version, only, pause)
+        return self.stage(version, only=only).commit(pause)
 
-    def stage(self, version: int | str) -> StagedUpdate:
-        """Move and prove, while the engines go on generating. Raises as `sync` does."""
-        if self._staged is not None:
-            raise UpdateRefused(
-                f"update {self._staged.update_id} is staged already",
-                remedy="commit() or abort() it first",
-            )
-        label = str(version)
-        if not label or len(label) > 256:
-            raise UpdateRefused(f"a version has 1 to 256 characters, got {len(label)}")
-        deadline = Deadline.after(self._seconds)
+    def stage(self, version: int | str, *, only: Sequence[str] | None = None) -> StagedUpdate:
+        """Move and prove, while the engines go on generating. Arguments and errors as of `sync`."""
+        if self._mode != "staged":
+            raise UpdateRefused("a streamed update is not staged", remedy="call sync()")
         started = time.perf_counter()
-        update_id = f"{label}-{secrets.token_hex(4)}"
+        deadline = Deadline.after(self._seconds)
+        delivery = self._announce(version, only, deadline)
         try:
-            manifest = self._source.manifest()
-            arena = self._announce(manifest, deadline)
-            seconds = {"plan": time.perf_counter() - started}
-            begin = Begin(update_id=update_id, version=label)
-            ask_all(self._roster.workers, begin, Ack, deadline, belongs_to=update_id)
-            staged = self._fill_and_prove(manifest, arena, label, update_id, seconds, deadline)
+            self._keeper.make_room(self._outbox, delivery.manifest)
+            delivery.begin(deadline)
+            delivery.move(deadline, self._on_progress)
         except BaseException as error:
-            self._give_up(update_id, error)
+            self._give_up(delivery, error)
             raise
-        staged.seconds["stage"] = time.perf_counter() - started
-        self._staged = staged
-        return staged
+        delivery.seconds["stage"] = time.perf_counter() - started
+        self._staged = delivery
+        return StagedUpdate(self, delivery)
 
     def close(self) -> None:
         """Leave the engines as they are and give everything back. Harmless when called twice."""
         if self._staged is not None:
             self._abort(self._staged)
         self._roster.close()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-        self._manifest = None
+        self._outbox.close()
 
-    def _announce(self, manifest: Manifest, deadline: Deadline) -> ShmArena:
-        """Connect, tell all workers what will come, and let them refuse it before a byte moves."""
-        fresh = self._roster.open(deadline)
-        arena = self._arena
-        if arena is not None and not fresh and self._manifest == manifest:
-            return arena
-        self._manifest = None
-        self._offsets, nbytes = arena_offsets(manifest)
-        if arena is None or arena.nbytes != nbytes:
-            if arena is not None:
-                arena.close()
-                self._arena = None
-            arena = self._arena = ShmArena(nbytes)
-        layout = Layout(
-            tensors=manifest.tensors,
-            offsets=tuple(self._offsets.tolist()),
-            arena_bytes=nbytes,
-            manifest_hash=manifest.hash,
-        )
-        ask_all(self._roster.workers, layout, Ack, deadline, fd=arena.fd)
-        for engine in self._roster.engines:
-            engine.prepare(deadline)
-            workers = self._roster.of(engine)
-            answers = gather(workers, Described, deadline, belongs_to=manifest.hash)
-            named = [(w.name, answer) for w, answer in zip(workers, answers, strict=True)]
-            check_descriptions(engine.name, manifest, named)
-        self._manifest = manifest
-        return arena
+    def _announce(
+        self, version: int | str, only: Sequence[str] | None, deadline: Deadline
+    ) -> Delivery:
+        """Agree with all workers on what is to come; nothing has begun."""
+        if self._staged is not None:
+            raise UpdateRefused(
+                f"update {self._staged.update_id} is staged already",
+                remedy="commit() or abort() it first",
+            )
+        if only is not None and self._keeper.retains:
+            raise UpdateRefused(
+                "a part of the model was to be sent, by a sender that keeps whole versions to go "
+                "back to",
+                remedy="leave `only` out, or create the sender without rollback='retain'",
+            )
+        label = str(version)
+        if not label or len(label) > 256:
+            raise UpdateRefused(f"a version has 1 to 256 characters, got {len(label)}")
+        started = time.perf_counter()
+        try:
+            agreed = self._agreement.reach(self._source, only, deadline)
+        except BaseException as error:
+            if not isinstance(error, HARMLESS):
+                self._roster.drop(error)
+            raise
+        delivery = Delivery(self._roster, self._outbox, agreed, label, only or ())
+        delivery.seconds["plan"] = time.perf_counter() - started
+        return delivery
 
-    def _fill_and_prove(
-        self,
-        manifest: Manifest,
-        arena: ShmArena,
-        version: str,
-        update_id: str,
-        seconds: dict[str, float],
-        deadline: Deadline,
-    ) -> StagedUpdate:
-        clock = time.perf_counter()
-        seed = secrets.randbits(64)
-        seeds = derive_seeds(seed, manifest.identities)
-        addresses = self._offsets + np.uint64(arena.address)
-        digests = fill(self._source, manifest, addresses, seeds, self._on_progress)
-        seconds["fill"] = time.perf_counter() - clock
-        clock = time.perf_counter()
-        workers = self._roster.workers
-        seal = Seal(update_id=update_id, seed=seed)
-        proofs = ask_all(workers, seal, Digests, deadline, belongs_to=update_id)
-        _compare(manifest, digests, workers, proofs)
-        seconds["verify"] = time.perf_counter() - clock
-        digest = hashlib.blake2b(
-            seed.to_bytes(8, "little") + digests.astype("<u8").tobytes(), digest_size=32
-        )
-        return StagedUpdate(self, version, update_id, digest.hexdigest(), proofs, seconds)
-
-    def _commit(self, staged: StagedUpdate, pause: PauseMode) -> Receipt:
-        manifest = self._manifest
-        if self._staged is not staged or manifest is None:
-            raise UpdateRefused(f"update {staged.update_id} is not staged any more")
-        if pause not in ("keep", "wait", "abort"):
-            raise UpdateRefused(f"pause is 'keep', 'wait' or 'abort', got {pause!r}")
+    def _commit(self, delivery: Delivery, pause: PauseMode) -> Receipt:
+        if self._staged is not delivery:
+            raise UpdateRefused(f"update {delivery.update_id} is not staged any more")
+        _check_pause(pause)
         started = time.perf_counter()
         deadline = Deadline.after(self._seconds)
-        proofs = dict(zip((w.name for w in self._roster.workers), staged.proofs, strict=True))
-
-        def flip(engine: Engine) -> EngineReceipt:
-            workers = self._roster.of(engine)
-            mine = [proofs[worker.name] for worker in workers]
-            return commit_engine(
-                engine, workers, staged.update_id, staged.version, mine, pause, deadline
-            )
-
         self._staged = None
         try:
-            flipped = self._roster.each(flip)
+            receipts = self._roster.each(
+                lambda engine: self._keeper.flip(engine, delivery, pause, deadline)
+            )
         except BaseException as error:
             # Whatever state the connections are in, the next update starts with new ones.
             self._roster.drop(error)
             raise
-        share = LevelShare(tensors=len(manifest), nbytes=manifest.total_bytes)
-        receipt = Receipt(
-            version=staged.version,
-            update_id=staged.update_id,
-            proven=self._proof,
-            levels={self._proof: share},
-            nbytes=manifest.total_bytes,
-            manifest_hash=manifest.hash,
-            digest=staged.digest,
-            casts=dict(self._source.casts),
-            aliases=dict(self._source.aliases),
-            engines=tuple(flipped),
-            seconds={**staged.seconds, "commit": time.perf_counter() - started},
-            previous="" if self.last_receipt is None else self.last_receipt.hash,
-        )
-        self.last_receipt = chain(receipt)
+        delivery.seconds["commit"] = time.perf_counter() - started
+        return self._hand_out(delivery.receipt(self._proof, self._mode, receipts))
+
+    def _stream(self, version: int | str, only: Sequence[str] | None, pause: PauseMode) -> Receipt:
+        _check_pause(pause)
+        deadline = Deadline.after(self._seconds)
+        delivery = self._announce(version, only, deadline)
+        started = time.perf_counter()
+        flips = Flips(self._roster, delivery, pause, deadline)
+        try:
+            delivery.begin(deadline)
+            flips.enter()
+        except BaseException as error:
+            self._give_up(delivery, error)
+            raise
+        try:
+            receipts = flips.stream(self._on_progress)
+        except BaseException as error:
+            self._roster.drop(error)
+            raise
+        delivery.seconds["commit"] = time.perf_counter() - started
+        return self._hand_out(delivery.receipt(self._proof, self._mode, receipts))
+
+    def _hand_out(self, receipt: Receipt) -> Receipt:
+        previous = "" if self.last_receipt is None else self.last_receipt.hash
+        self.last_receipt = chain(msgspec.structs.replace(receipt, previous=previous))
         if self._on_receipt is not None:
             self._on_receipt(self.last_receipt)
         return self.last_receipt
 
-    def _abort(self, staged: StagedUpdate) -> None:
-        if self._staged is staged:
+    def _abort(self, delivery: Delivery) -> None:
+        if self._staged is delivery:
             self._staged = None
-            self._tell_abort(staged.update_id, "given up by the trainer")
+            self._tell_abort(delivery.update_id, "given up by the trainer")
 
-    def _give_up(self, update_id: str, error: BaseException) -> None:
+    def _give_up(self, delivery: Delivery, error: BaseException) -> None:
         """Nothing was applied. Workers are told so, or hung up on, which tells them the same."""
+        self._outbox.abort()
         if isinstance(error, HARMLESS):
-            self._tell_abort(update_id, str(error))
+            self._tell_abort(delivery.update_id, str(error))
         else:
             self._roster.drop(error)
 
@@ -332,34 +304,28 @@ class WeightSender:
             self._roster.drop(failure)
 
 
-def _compare(
-    manifest: Manifest,
-    expected: NDArray[np.uint64],
-    workers: Sequence[Worker],
-    proofs: Sequence[Digests],
+def _check_arguments(
+    proof: str, mode: str, rollback: str, bucket_bytes: int | None, deadline: float
 ) -> None:
-    """Every worker's digest of every tensor against the trainer's.
+    if proof not in SUPPORTED_PROOFS:
+        raise UpdateRefused(
+            f"proof {proof!r} is not available, known are {', '.join(SUPPORTED_PROOFS)}"
+        )
+    if mode not in ("staged", "streamed"):
+        raise UpdateRefused(f"mode is 'staged' or 'streamed', got {mode!r}")
+    if rollback not in ("none", "retain"):
+        raise UpdateRefused(f"rollback is 'none' or 'retain', got {rollback!r}")
+    if mode == "streamed" and rollback == "retain":
+        raise UpdateRefused(
+            "a streamed update is nowhere kept, so that there is nothing to go back to",
+            remedy="use mode='staged' with rollback='retain'",
+        )
+    if bucket_bytes is not None and (bucket_bytes < 64 or bucket_bytes % 64):
+        raise UpdateRefused(f"bucket_bytes is a positive multiple of 64, got {bucket_bytes}")
+    if not deadline > 0:
+        raise UpdateRefused(f"a deadline is a positive number of seconds, got {deadline}")
 
-    Raises:
-        ProofFailed: at least one differs.
-        UpdateAborted: a worker digested another number of tensors.
-    """
-    mismatches = []
-    for worker, proof in zip(workers, proofs, strict=True):
-        if len(proof.digests) != expected.nbytes:
-            raise UpdateAborted(
-                f"{worker.name} digested {len(proof.digests) // 16} tensors, "
-                f"expected {len(manifest)}"
-            )
-        found = np.frombuffer(proof.digests, "<u8").reshape(-1, 2)
-        for index in np.flatnonzero((found != expected).any(axis=1)).tolist():
-            mismatches.append(
-                DigestMismatch(
-                    tensor=manifest.tensors[index].name,
-                    worker=worker.name,
-                    expected=expected[index].tobytes().hex(),
-                    found=found[index].tobytes().hex(),
-                )
-            )
-    if mismatches:
-        raise ProofFailed(mismatches)
+
+def _check_pause(pause: str) -> None:
+    if pause not in ("keep", "wait", "abort"):
+        raise UpdateRefused(f"pause is 'keep', 'wait' or 'abort', got {pause!r}")

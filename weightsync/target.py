@@ -2,42 +2,40 @@
 
 A *target* holds weights and knows the engine; the *receiver* (`weightsync.receiver`) talks to the
 sender and knows the update. The receiver calls a target's verbs and never calls two of them at
-once, with one exception that each verb's docstring states: `verify` runs on the receiver's own
-thread while the engine goes on generating.
+once, with one exception that each verb's docstring states: `verify` and `stream` run on the
+receiver's own thread.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from weightsync.box import Box
-from weightsync.digest import digest_spans
 from weightsync.errors import Problem
 from weightsync.manifest import Manifest
-from weightsync.transport.shm import address_of
+from weightsync.messages import Mode
+from weightsync.transport.shm import ArenaReader
+
+if TYPE_CHECKING:
+    from weightsync.staging import Incoming
 
 __all__ = [
     "ApplyReport",
     "Description",
-    "Mode",
     "Served",
     "StagedWeights",
     "Target",
     "TargetStatus",
-    "digest_staged",
     "torch_dtype",
 ]
-
-Mode = Literal["staged", "streamed"]
-"""``staged``: nothing is touched before everything is there. ``streamed``: buckets are applied as
-they come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +65,42 @@ class StagedWeights:
 
     Args:
         manifest: what they are.
-        offsets: of each tensor in ``mapping``, in bytes, shape (n,).
-        mapping: private to this update; it lives as long as any tensor made from it.
+        offsets: of each tensor in the arena, in bytes, shape (n,).
+        arena: that holds them.
     """
 
-    def __init__(self, manifest: Manifest, offsets: NDArray[np.uint64], mapping: mmap.mmap) -> None:
+    def __init__(self, manifest: Manifest, offsets: NDArray[np.uint64], arena: ArenaReader) -> None:
         self.manifest = manifest
         self._offsets = offsets
-        self._mapping = mapping
+        self._arena = arena
+        self._private: mmap.mmap | None = None
 
-    def addresses(self) -> NDArray[np.uint64]:
-        """Where each tensor's bytes lie, shape (n,). Valid while this object is held."""
-        return self._offsets + np.uint64(address_of(self._mapping))
+    @contextmanager
+    def addresses(self) -> Iterator[NDArray[np.uint64]]:
+        """Where each tensor's bytes lie, shape (n,), to be read until the block ends."""
+        with self._arena.held() as address:
+            yield self._offsets + np.uint64(address)
+
+    def map_privately(self) -> None:
+        """Make what `tensors` needs, ahead of the time when it is wanted quickly.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        if self._private is None:
+            self._private = self._arena.private_copy()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` in manifest order; CPU tensors that view the staging memory,
-        writable, never copied."""
+        writable (a write stays with this process and this update), never copied."""
+        self.map_privately()
         offsets: list[int] = self._offsets.tolist()
         for spec, offset in zip(self.manifest.tensors, offsets, strict=True):
             dtype = torch_dtype(spec.dtype)
             if spec.numel == 0:
                 yield spec.name, torch.empty(spec.shape, dtype=dtype)
                 continue
-            flat = torch.frombuffer(self._mapping, dtype=dtype, count=spec.numel, offset=offset)
+            flat = torch.frombuffer(self._private, dtype=dtype, count=spec.numel, offset=offset)
             yield spec.name, flat.view(spec.shape)
 
 
@@ -131,23 +142,40 @@ class TargetStatus:
 
 
 class Target(Protocol):
-    """What an engine adapter implements for one worker."""
+    """What an engine adapter implements for one worker.
+
+    Attributes:
+        modes: in which it takes updates.
+        wants_tensors: `apply` reads `StagedWeights.tensors`, for which memory is mapped beforehand.
+    """
 
     modes: frozenset[Mode]
+    wants_tensors: bool
 
-    def describe(self, manifest: Manifest) -> Description:
+    def describe(self, manifest: Manifest, *, whole: bool) -> Description:
         """Say what this worker takes of these tensors, without touching a weight.
 
         Called on the engine's thread, once per manifest. Should report every problem at once.
+
+        Args:
+            whole: these are meant to be all tensors of the model. Otherwise they are a declared
+                part, and what they do not touch stays what it is.
         """
         ...
 
-    def verify(
-        self, manifest: Manifest, addresses: NDArray[np.uint64], seeds: NDArray[np.uint64]
-    ) -> NDArray[np.uint64]:
-        """Digest the staged tensors at these addresses (`digest_staged` for memory of the host).
+    def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
+        """Digest what is staged, as it comes in (`Incoming.digest`, for memory of the host).
 
         Called on the receiver's thread, while the engine generates. Returns shape (n, 2), uint64.
+        """
+        ...
+
+    def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
+        """Take bytes into the model as they come in (`Incoming.copy_to`), and digest what was
+        written. Only of a target whose `modes` say so.
+
+        Called on the receiver's thread, while the engine is paused. Any exception means that the
+        weights may now be a mixture. Returns shape (n, 2), uint64.
         """
         ...
 
@@ -182,13 +210,6 @@ class Target(Protocol):
     def status(self) -> TargetStatus:
         """Who this is. Any thread."""
         ...
-
-
-def digest_staged(
-    manifest: Manifest, addresses: NDArray[np.uint64], seeds: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
-    """`Target.verify` for whole tensors in host memory: one native call, shape (n, 2)."""
-    return digest_spans(addresses, manifest.nbytes, np.zeros_like(addresses), seeds)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -4,6 +4,8 @@
                  \\          \\          \\           \\
                   +----------+----------+-> aborted   +-> poisoned
 
+A streamed update is applied while it is received: receiving -> applying.
+
 ``aborted`` means that the old weights are intact; ``poisoned`` that a worker may hold a mixture.
 Poison stays through later updates until one is committed: an update that is aborted on a poisoned
 worker leaves it poisoned.
@@ -62,14 +64,26 @@ class UpdateState:
         """Whether no update is in progress."""
         return self.phase in _RESTING
 
-    def begin(self, update_id: str, version: str) -> None:
-        """A full update starts. Allowed when none is in progress, poisoned or not."""
+    def begin(self, update_id: str, version: str, *, whole: bool = True) -> None:
+        """An update starts. Allowed when none is in progress; on a poisoned worker, only one of the
+        whole model."""
         if not self.resting:
             raise UpdateRefused(
                 f"update {update_id} cannot begin: update {self.update_id} is {self.phase.value}",
                 remedy="commit or abort the update in progress first",
             )
+        if self.poisoned is not None and not whole:
+            raise UpdateRefused(
+                f"update {update_id} is of a part of the model, and the worker may hold a mixture: "
+                f"{self.poisoned}",
+                remedy="sync a full update: only that cures it",
+            )
         self.phase, self.update_id, self._pending = Phase.RECEIVING, update_id, version
+
+    def stream(self, update_id: str) -> None:
+        """Bytes are taken in as they come: from here on the old weights may be gone."""
+        self.expect(update_id, Phase.RECEIVING)
+        self.phase = Phase.APPLYING
 
     def seal(self, update_id: str) -> None:
         """All bytes are there."""

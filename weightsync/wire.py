@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -26,7 +27,7 @@ __all__ = ["Channel", "check_peer"]
 
 MAX_FRAME: Final = 64 << 20
 """Bytes of the largest frame: the layout of some 500,000 tensors."""
-MAX_FDS: Final = 1
+MAX_FDS: Final = 2
 
 _HEADER = struct.Struct("<I")
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
@@ -75,8 +76,8 @@ class Channel:
         self._fds.clear()
         self._sock.close()
 
-    def send(self, message: Message, deadline: Deadline, *, fd: int | None = None) -> None:
-        """Send one message, and a descriptor with it.
+    def send(self, message: Message, deadline: Deadline, *, fds: Sequence[int] = ()) -> None:
+        """Send one message, and descriptors with it.
 
         Raises:
             DeadlineExceeded: the other end does not read.
@@ -87,7 +88,7 @@ class Channel:
         if len(body) > MAX_FRAME:
             raise ProtocolError(f"a message of {len(body)} bytes exceeds {MAX_FRAME}")
         frame = memoryview(_HEADER.pack(len(body)) + body)
-        rights = [] if fd is None else [_rights(fd)]
+        rights = [_rights(fds)] if fds else []
         while frame:
             try:
                 sent = self._sock.sendmsg([frame], rights, socket.MSG_NOSIGNAL)
@@ -190,5 +191,5 @@ class Channel:
         poller.poll(None if deadline is None else deadline.remaining(self.peer) * 1000)
 
 
-def _rights(fd: int) -> tuple[int, int, array.array[int]]:
-    return (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+def _rights(fds: Sequence[int]) -> tuple[int, int, array.array[int]]:
+    return (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))

@@ -11,16 +11,11 @@ from numpy.typing import NDArray
 from weightsync.adapters.vllm import reload, trace
 from weightsync.adapters.vllm.guard import Mark
 from weightsync.adapters.vllm.limits import unsupported
+from weightsync.errors import UpdateRefused
 from weightsync.manifest import Manifest
-from weightsync.target import (
-    ApplyReport,
-    Description,
-    Mode,
-    Served,
-    StagedWeights,
-    TargetStatus,
-    digest_staged,
-)
+from weightsync.messages import Mode
+from weightsync.staging import Incoming
+from weightsync.target import ApplyReport, Description, Served, StagedWeights, TargetStatus
 
 __all__ = ["VllmTarget"]
 
@@ -35,6 +30,7 @@ class VllmTarget:
     """
 
     modes: frozenset[Mode] = frozenset({"staged"})
+    wants_tensors = True
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self._model = model
@@ -42,16 +38,17 @@ class VllmTarget:
         self._device = device
         self._mark = Mark()
 
-    def describe(self, manifest: Manifest) -> Description:
+    def describe(self, manifest: Manifest, *, whole: bool) -> Description:
         problems = unsupported(self._vllm_config)
         if problems:
             return Description(tuple(problems))
-        return trace.describe(self._vllm_config, manifest)
+        return trace.describe(self._vllm_config, manifest, whole=whole)
 
-    def verify(
-        self, manifest: Manifest, addresses: NDArray[np.uint64], seeds: NDArray[np.uint64]
-    ) -> NDArray[np.uint64]:
-        return digest_staged(manifest, addresses, seeds)
+    def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
+        return incoming.digest()
+
+    def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
+        raise UpdateRefused("vLLM's loader takes whole tensors, not bytes as they come")
 
     def apply(self, weights: StagedWeights) -> ApplyReport:
         seconds = reload.reload_whole(

@@ -4,10 +4,12 @@ Touches private names of vLLM."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
 
+from weightsync.errors import Problem
 from weightsync.manifest import Manifest
 from weightsync.plan.lint import lint
 from weightsync.plan.trace import trace_loader
@@ -35,16 +37,31 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
         torch.set_default_dtype(before)
 
 
-def describe(vllm_config: Any, manifest: Manifest) -> Description:
+def describe(vllm_config: Any, manifest: Manifest, *, whole: bool) -> Description:
     """Trace the loader of this worker's model over a manifest. Called on the engine's thread:
-    vLLM's current config is global."""
+    vLLM's current config is global.
+
+    Args:
+        whole: the manifest is meant to be all of the model, not a declared part.
+    """
     from vllm.config import set_current_vllm_config
 
     twin = meta_twin(vllm_config)
     with set_current_vllm_config(own_config(vllm_config)):
         trace = trace_loader(twin, twin.load_weights, manifest)
     packed = getattr(twin, "packed_modules_mapping", None) or {}
-    return lint(trace, manifest, dict(twin.named_parameters(remove_duplicate=False)), packed)
+    parameters = dict(twin.named_parameters(remove_duplicate=False))
+    kept = twin.state_dict(keep_vars=True)
+    buffers = {name: kept[name] for name in kept.keys() - parameters.keys()}
+    found = lint(trace, manifest, parameters, packed, buffers=buffers, whole=whole)
+    if whole and found.untouched and vllm_config.load_config.load_format == "dummy":
+        # Noise went into everything that is saved, and nothing that comes replaces it.
+        noise = [
+            Problem("missing", name, "the engine was started with noise in it (load_format=dummy)")
+            for name in found.untouched
+        ]
+        found = dataclasses.replace(found, problems=(*found.problems, *noise))
+    return found
 
 
 def own_config(vllm_config: Any) -> Any:

@@ -77,7 +77,7 @@ def test_updates_serve_exactly_the_trainers_weights_also_from_the_prefix_cache(r
         with rig.sender(variant) as sender:
             receipt = sender.sync(version)
             rig.assert_serves(variant)
-            sender._arena.view()[:] = 0xA5
+            sender._outbox.arena.view()[:] = 0xA5
             rig.assert_serves(variant)
         assert rig.llm.get_weight_version() == receipt.version == str(version)
         assert receipt.proven == "received" and receipt.engines[0].workers[0].load_seconds > 0

@@ -84,7 +84,7 @@ def test_updates_serve_exactly_the_trainers_weights_also_from_the_prefix_cache(r
         with ws.WeightSender(ws.ModuleSource(rig.models[variant]), [rig.engine]) as sender:
             receipt = sender.sync(version)
             rig.assert_serves(variant)
-            sender._arena.view()[:] = 0xA5
+            sender._outbox.arena.view()[:] = 0xA5
             rig.assert_serves(variant)
         assert rig.version() == receipt.version == str(version)
         assert receipt.engines[0].paused_seconds > 0

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from toys import SHAPES, as_hex, tensors
 
 from weightsync import StateDictSource, WeightSender
 from weightsync.control import close_all
@@ -31,35 +32,10 @@ from weightsync.errors import (
     UpdateRefused,
     WeightSyncError,
 )
-from weightsync.messages import Begin, Hello, Seal, Welcome, WorkerStatus
+from weightsync.messages import Begin, Follow, Hello, Welcome, WorkerStatus
 from weightsync.receipt import Receipt
 from weightsync.testing.toy import ToyEngine
 from weightsync.wire import Channel
-
-SHAPES = {
-    "embed.weight": ("bfloat16", (17, 8)),
-    "layers.0.weight": ("float32", (5, 3)),
-    "layers.0.bias": ("float32", (5,)),
-    "layers.1.scale": ("float32", ()),
-    "layers.1.steps": ("int64", (3,)),
-    "head.weight": ("float16", (7, 9)),
-}
-
-
-def tensors(seed: int, shapes=SHAPES) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, (dtype, shape) in shapes.items():
-        value = torch.randn(shape, generator=generator) * 100
-        found[name] = value.to(getattr(torch, dtype))
-    return found
-
-
-def as_hex(values: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {
-        name: value.reshape(-1).view(torch.uint8).numpy().tobytes().hex()
-        for name, value in values.items()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +100,7 @@ def test_an_engine_that_somebody_else_paused_stays_paused(engine: ToyEngine) -> 
 def test_scribbling_over_the_arena_after_commit_changes_nothing_served(engine: ToyEngine) -> None:
     with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
         sender.sync(1)
-        sender._arena.view()[:] = 0xA5
+        sender._outbox.arena.view()[:] = 0xA5
         assert engine.tensors() == [as_hex(tensors(1))] * 2
         sender.sync(2)  # and the next update is not taken in by it
     assert engine.tensors() == [as_hex(tensors(1))] * 2
@@ -204,6 +180,7 @@ def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves(
 
 @pytest.mark.parametrize("fault", ["verify_flips_bit", "verify_skips"])
 def test_a_wrong_digest_names_tensor_and_worker_and_aborts(engine: ToyEngine, fault: str) -> None:
+    # The tensors are smaller than a bucket, and the workers take turns: the fourth is the second's.
     engine.set_faults({1: {fault: 3}})
     with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
         with pytest.raises(ProofFailed) as failure:
@@ -218,16 +195,22 @@ def test_a_wrong_digest_names_tensor_and_worker_and_aborts(engine: ToyEngine, fa
     assert engine.tensors() == [as_hex(tensors(1))] * 2
 
 
-def test_a_byte_that_changes_in_the_arena_after_it_was_filled_is_caught(engine: ToyEngine) -> None:
+def test_a_byte_that_changes_in_the_arena_before_it_is_verified_is_caught(
+    engine: ToyEngine, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    engine.set_faults({rank: {"verify_waits": str(gate)} for rank in range(2)})
+
     def corrupt(done: int, total: int) -> None:
         if done == total:
-            sender._arena.view()[3] ^= 1
+            sender._outbox.arena.view()[3] ^= 1
+            gate.touch()
 
     sender = WeightSender(StateDictSource(tensors(1)), [engine], on_progress=corrupt)
     with sender, pytest.raises(ProofFailed) as failure:
         sender.sync(1)
-    assert {m.tensor for m in failure.value.mismatches} == {"embed.weight"}
-    assert len(failure.value.mismatches) == 2
+    # Each byte is looked at by one of the workers that share the arena.
+    assert [m.tensor for m in failure.value.mismatches] == ["embed.weight"]
 
 
 def test_a_failing_worker_poisons_the_whole_engine_and_a_full_update_cures_it(
@@ -364,8 +347,8 @@ def test_a_sender_that_has_stopped_reading_does_not_keep_a_new_one_out() -> None
         old = WeightSender(StateDictSource(tensors(1, shapes)), [engine])
         old.stage(1).abort()
         # It asks for 320 kB of digests, more than a socket holds, and never reads them.
-        begin, seal = Begin(update_id="stuck", version="1"), Seal(update_id="stuck", seed=1)
-        for message in (begin, seal):
+        begin = Begin("stuck", "1", seed=1, base=0, ring_update=0, filled=True, seconds=60)
+        for message in (begin, Follow("stuck")):
             old._roster.workers[0].channel.send(message, Deadline.after(5))
         started = time.monotonic()
         source = StateDictSource(tensors(2, shapes))
@@ -476,7 +459,7 @@ def test_what_a_dead_sender_left_is_cleared_by_the_next(engine: ToyEngine, momen
         setattr(engine, name, killed)
         with pytest.raises(DiedError), pytest.MonkeyPatch.context() as patch:
             patch.setattr("weightsync.commit._unwind", lambda *_, **__: None)
-            patch.setattr("weightsync.commit._poison", lambda *_: None)
+            patch.setattr("weightsync.commit._poison", lambda *_, **__: None)
             staged.commit()
         setattr(engine, name, original)
     else:
@@ -665,7 +648,7 @@ def test_strangers_who_dial_in_are_turned_away_and_keep_nobody_out(engine: ToyEn
 
     def with_strangers(path: str, token: str, deadline: Deadline) -> None:
         hello = Hello(
-            1, "nobody", 0, 1, 1, "cpu", "x", WorkerStatus("idle", None, 0, None, False, False)
+            2, "nobody", 0, 1, 1, "cpu", "x", (), WorkerStatus("idle", None, 0, None, False, False)
         )
         for sent in (
             b"\x05\x00\x00\x00hello",

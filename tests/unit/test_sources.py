@@ -625,7 +625,7 @@ class Liar:
     def manifest(self) -> Manifest:
         return Manifest([TensorSpec("a", "uint8", (16,)), TensorSpec("b", "int8", (8,))])
 
-    def pieces(self) -> Iterator[Pieces]:
+    def pieces(self, wanted=None) -> Iterator[Pieces]:
         for index, start, nbytes in self._pieces:
             yield Pieces(
                 np.array([index], np.int64),
@@ -686,7 +686,7 @@ class Interrupted:
         self.casts, self.aliases = source.casts, source.aliases
         self.manifest = source.manifest
 
-    def pieces(self) -> Iterator[Pieces]:
+    def pieces(self, wanted=None) -> Iterator[Pieces]:
         if self._before:
             self._event()
         for number, batch in enumerate(self._source.pieces()):

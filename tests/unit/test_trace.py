@@ -607,7 +607,7 @@ def test_a_declared_part_never_touches_a_part_of_a_module(extra: str, missing: s
     shapes = {**PART, extra: CHECKPOINT.get(extra, (H,))}
     problems = described(shapes, whole=False)
     assert missing in {problem.name for problem in problems}, problems
-    assert all("norm.weight" != p.name and "o_proj" not in p.name for p in problems)
+    assert all(p.name != "norm.weight" and "o_proj" not in p.name for p in problems)
 
 
 def test_all_problems_are_reported_at_once_and_spoil_no_other_tensor() -> None:

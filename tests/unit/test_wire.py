@@ -30,21 +30,29 @@ Pair = tuple[Channel, Channel]
 
 STATUS = messages.WorkerStatus("idle", None, 0, None, False, False)
 EVERY: list[Message] = [
-    messages.Hello(1, "s", 0, 2, 4711, "cpu", "toy 1", STATUS),
+    messages.Hello(2, "s", 0, 2, 4711, "cpu", "toy 1", ("staged", "streamed"), STATUS),
     messages.Welcome(7),
     messages.Joined(1, messages.WorkerStatus("poisoned", "v1", 3, "why", True, True)),
     messages.Layout(
-        (TensorSpec("w", "bfloat16", (2, 3)), TensorSpec("s", "bool", ())), (0, 64), 4096, "h"
+        (TensorSpec("w", "bfloat16", (2, 3)), TensorSpec("s", "bool", ())),
+        "h",
+        True,
+        "staged",
+        4096,
+        8192,
+        2,
     ),
     messages.Described(
         0,
         "h",
         (messages.WireProblem("missing", "w", "is not there"),),
         (messages.Partial(1, (0, 2), (3, 4)),),
+        ((3, 0),),
+        ("model.normalizer",),
         0.5,
     ),
-    messages.Begin("u", "v"),
-    messages.Seal("u", 2**64 - 1),
+    messages.Begin("u", "v", 2**64 - 1, 4096, 1, False, 600.0),
+    messages.Follow("u"),
     messages.Digests("u", 0, bytes(range(32)), 0.25),
     messages.Arm("u", True),
     messages.Applied("u", 1, None, 1.0, 0.5),
@@ -153,9 +161,12 @@ layouts = st.builds(
         ),
         max_size=4,
     ).map(tuple),
-    st.lists(counts, max_size=4).map(tuple),
-    counts,
     texts,
+    st.booleans(),
+    st.sampled_from(["staged", "streamed"]),
+    counts,
+    counts,
+    counts,
 )
 
 
@@ -218,7 +229,7 @@ def test_a_descriptor_travels_with_its_message(pair: Pair) -> None:
     fd = os.memfd_create("test")
     os.write(fd, b"hello")
     left.send(EVERY[5], soon())
-    left.send(EVERY[3], soon(), fd=fd)
+    left.send(EVERY[3], soon(), fds=[fd])
     left.send(EVERY[8], soon())
     assert right.receive(soon()) == EVERY[5]
     assert right.receive(soon()) == EVERY[3]
@@ -232,11 +243,22 @@ def test_a_descriptor_travels_with_its_message(pair: Pair) -> None:
     os.close(fd)
 
 
+def test_two_descriptors_travel_in_their_order(pair: Pair) -> None:
+    left, right = pair
+    fds = [os.memfd_create(f"test{number}") for number in range(2)]
+    left.send(EVERY[3], soon(), fds=fds)
+    assert right.receive(soon()) == EVERY[3]
+    taken = [right.take_fd() for _ in fds]
+    assert [os.fstat(fd).st_ino for fd in taken] == [os.fstat(fd).st_ino for fd in fds]
+    for fd in (*fds, *taken):
+        os.close(fd)
+
+
 def test_a_descriptor_goes_once_even_if_its_message_goes_in_pieces(pair: Pair) -> None:
     left, right = pair
     fd = os.memfd_create("test")
     message = messages.Digests("u", 0, bytes(2 << 20), 0.0)
-    sender = threading.Thread(target=left.send, args=(message, soon(30)), kwargs={"fd": fd})
+    sender = threading.Thread(target=left.send, args=(message, soon(30)), kwargs={"fds": [fd]})
     sender.start()
     assert right.receive(soon(30)) == message
     sender.join()
@@ -246,7 +268,7 @@ def test_a_descriptor_goes_once_even_if_its_message_goes_in_pieces(pair: Pair) -
     os.close(fd)
 
 
-@pytest.mark.parametrize("count", [2, 3, 50])
+@pytest.mark.parametrize("count", [3, 4, 50])
 def test_more_descriptors_than_belong_are_refused_and_closed(count: int) -> None:
     fd = os.memfd_create("test")
     before = open_fds()
@@ -262,8 +284,9 @@ def test_descriptors_that_pile_up_untaken_are_refused_and_closed() -> None:
     fd = os.memfd_create("test")
     before = open_fds()
     with Raw() as raw:
-        for _ in range(2):
+        for _ in range(3):
             socket.send_fds(raw.sock, [encoded(EVERY[5])], [fd])
+        raw.channel.receive(soon())
         raw.channel.receive(soon())
         with pytest.raises(ProtocolError, match="more file descriptors"):
             raw.channel.receive(soon())
@@ -277,7 +300,7 @@ def test_a_descriptor_that_nobody_took_is_closed_with_the_channel() -> None:
     for _ in range(20):
         left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         a, b = Channel(left, "a"), Channel(right, "b")
-        a.send(EVERY[3], soon(), fd=fd)
+        a.send(EVERY[3], soon(), fds=[fd])
         b.receive(soon())
         a.close()
         b.close()

@@ -111,7 +111,9 @@ def _tied(
             canonical = trace.aliases.get(spec.name, spec.name)
             if canonical == spec.name:
                 continue
-            places = [(copy.parameter, copy.destination) for copy in by_parameter.get(canonical, [])]
+            places = [
+                (copy.parameter, copy.destination) for copy in by_parameter.get(canonical, [])
+            ]
         if not places:
             continue
         for other in {copy.index for name, _ in places for copy in by_parameter[name]} - {index}:

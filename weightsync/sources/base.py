@@ -1,7 +1,8 @@
-"""The protocol of a source, and how a source's data get into an arena."""
+"""The protocol of a source, and how a source is read."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,11 +10,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.digest import copy_and_digest_spans
+from weightsync.digest import copy_and_digest_spans, digest_spans
 from weightsync.errors import SourceError
 from weightsync.manifest import Manifest
 
-__all__ = ["Pieces", "Source", "fill"]
+__all__ = ["Pieces", "Push", "Source", "fill", "pour", "same_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,38 +74,39 @@ class Source(Protocol):
         ...
 
 
-def fill(
+Push = Callable[[Pieces], None]
+"""Takes pieces whose `index`, `start` and `nbytes` have been checked against the manifest."""
+
+
+def pour(
     source: Source,
     manifest: Manifest,
-    destination: NDArray[np.uint64],
-    seeds: NDArray[np.uint64],
+    push: Push,
+    *,
+    wanted: NDArray[np.bool_] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> NDArray[np.uint64]:
-    """Copy a source into memory and digest what was read, in the same pass.
+) -> None:
+    """Read a source, each byte exactly once.
 
-    Digests are of the very bytes that were copied: they say nothing of whether all of these were
-    the trainer's at one moment. That is for the source to notice, and no source notices writers
-    that leave no trace: fused optimizers, writes through ``p.data`` or a raw pointer, other
-    processes, a checkpoint file that is written in place.
+    What is read are the very bytes at that moment: nothing says that all of these were the
+    trainer's at one moment. That is for the source to notice, and no source notices writers that
+    leave no trace: fused optimizers, writes through ``p.data`` or a raw pointer, other processes, a
+    checkpoint file that is written in place.
 
     Args:
         manifest: of the source.
-        destination: address of each tensor's place, shape (n,).
-        seeds: of each tensor's digest, shape (n,).
+        push: called with each batch.
+        wanted: by position, shape (n,): only the tensors that are marked.
         progress: called with (bytes done, bytes in all) after each batch.
 
-    Returns:
-        Digests of the source's bytes, shape (n, 2), uint64.
-
     Raises:
-        SourceError: the pieces are not exactly the manifest's bytes (found before a piece is
-            copied out of bounds), or the source's tensors were replaced or written to meanwhile.
+        SourceError: the pieces are not exactly the manifest's bytes (found before a piece that is
+            out of bounds is pushed), or the source's tensors were replaced or written to meanwhile.
     """
-    count, whole = len(manifest), manifest.nbytes
-    digests = np.zeros((count, 2), np.uint64)
-    arrived = np.zeros(count, np.uint64)
-    done, total = 0, manifest.total_bytes
-    for batch in source.pieces():
+    whole = manifest.nbytes if wanted is None else np.where(wanted, manifest.nbytes, 0)
+    arrived = np.zeros(len(manifest), np.uint64)
+    done, total = 0, int(whole.sum())
+    for batch in source.pieces(wanted):
         if batch.index.size == 0:
             continue
         if batch.manifest not in (None, manifest):
@@ -112,20 +114,12 @@ def fill(
                 "the source's tensors have changed since the manifest was made",
                 remedy="do not add, rename or replace parameters while stage() runs",
             )
-        if int(batch.index.min()) < 0 or int(batch.index.max()) >= count:
+        if int(batch.index.min()) < 0 or int(batch.index.max()) >= len(manifest):
             raise SourceError("a source yielded a piece of a tensor that its manifest lacks")
-        sizes = whole[batch.index]
+        sizes = manifest.nbytes[batch.index]
         if np.any(batch.start > sizes) or np.any(batch.nbytes > sizes - batch.start):
             raise SourceError("a source yielded a piece that reaches beyond its tensor")
-        digests += copy_and_digest_spans(
-            batch.address,
-            destination[batch.index] + batch.start,
-            batch.nbytes,
-            batch.start,
-            seeds[batch.index],
-            batch.index,
-            count,
-        )
+        push(batch)
         np.add.at(arrived, batch.index, batch.nbytes)
         done += int(batch.nbytes.sum())
         if progress is not None:
@@ -137,4 +131,66 @@ def fill(
             f"{int(arrived[wrong])}",
             remedy="do not resize or replace parameters while they are sent",
         )
+
+
+def fill(
+    source: Source,
+    manifest: Manifest,
+    destination: NDArray[np.uint64],
+    seeds: NDArray[np.uint64],
+    progress: Callable[[int, int], None] | None = None,
+) -> NDArray[np.uint64]:
+    """Copy a source into memory and digest what was read, in the same pass.
+
+    Args:
+        manifest: of the source.
+        destination: address of each tensor's place, shape (n,).
+        seeds: of each tensor's digest, shape (n,).
+        progress: see `pour`.
+
+    Returns:
+        Digests of the source's bytes, shape (n, 2), uint64.
+
+    Raises:
+        SourceError: see `pour`.
+    """
+    digests = np.zeros((len(manifest), 2), np.uint64)
+
+    def push(batch: Pieces) -> None:
+        nonlocal digests
+        digests = digests + copy_and_digest_spans(
+            batch.address,
+            destination[batch.index] + batch.start,
+            batch.nbytes,
+            batch.start,
+            seeds[batch.index],
+            batch.index,
+            len(manifest),
+        )
+
+    pour(source, manifest, push, progress=progress)
     return digests
+
+
+def same_bytes(source: Source, manifest: Manifest, one: int, other: int) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes, read in place.
+
+    Told by digests under one random seed: unequal tensors pass with a probability below 2**-60.
+
+    Raises:
+        SourceError: see `pour`.
+    """
+    wanted = np.zeros(len(manifest), np.bool_)
+    wanted[[one, other]] = True
+    seed = np.uint64(secrets.randbits(64))
+    digests = np.zeros((len(manifest), 2), np.uint64)
+
+    def push(batch: Pieces) -> None:
+        nonlocal digests
+        seeds = np.full(batch.index.size, seed)
+        digests = digests + digest_spans(
+            batch.address, batch.nbytes, batch.start, seeds, batch.index, len(manifest)
+        )
+
+    pour(source, manifest, push, wanted=wanted)
+    return bool((digests[one] == digests[other]).all())

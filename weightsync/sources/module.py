@@ -22,7 +22,7 @@ from weightsync.manifest import DTYPE_BYTES, Manifest, TensorSpec
 from weightsync.sources.base import Pieces
 from weightsync.sources.names import clean_name
 
-__all__ = ["CastRule", "ModuleSource", "StateDictSource", "wire_dtype"]
+__all__ = ["CastRule", "ModuleSource", "Seen", "StateDictSource", "wire_dtype"]
 
 CastRule = torch.dtype | Mapping[str, torch.dtype] | None
 """Declared casts: one dtype for all floating-point tensors, or one per name pattern (`fnmatch`;
@@ -78,7 +78,7 @@ class StateDictSource:
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, dtype: CastRule = None) -> None:
         self._mapping = tensors
         self._rule = dtype
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
         self._sending: _Sending | None = None
         self.casts: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
@@ -97,7 +97,7 @@ class StateDictSource:
         if self._sending is None or self._seen is None or not self._seen.still(names, tensors):
             # Noted before it is looked at: what changes in between is noticed the next time.
             # Of a class that is not torch's own nobody knows what its metadata says: built anew.
-            seen = _Seen(names, tensors) if all(map(_plain, tensors)) else None
+            seen = Seen(names, tensors) if all(map(_plain, tensors)) else None
             self._sending = self._build(names, tensors)
             self._seen = seen
         return self._sending
@@ -185,9 +185,12 @@ class ModuleSource(StateDictSource):
         return named
 
 
-class _Seen:
-    """Tensors of torch's own classes and all that makes a manifest, to tell whether a later look
-    finds the same. Of 30,000 tensors each line costs 1 to 4 ms, so there is no loop in Python."""
+class Seen:
+    """Tensors of torch's own classes and all that a manifest says of them, to tell whether a later
+    look finds the same.
+
+    Of 30,000 tensors each line costs 1 to 4 ms, so there is no loop in Python.
+    """
 
     def __init__(self, names: list[str], tensors: list[torch.Tensor]) -> None:
         self._names = names

@@ -38,6 +38,12 @@ Faults = Mapping[int, Mapping[str, Any]]
 class ToyEngine:
     """See `weightsync.engines.base.Engine`. Ends its processes on exit.
 
+    Args:
+        shapes: of its parameters.
+        workers: number of its processes.
+        faults: that they begin with.
+        tied: ``{name: name of the parameter that it is the same as}``.
+
     Attributes:
         calls: names of the engine calls so far, in order.
     """
@@ -45,7 +51,13 @@ class ToyEngine:
     in_process = False
 
     def __init__(
-        self, shapes: Shapes, *, workers: int = 1, name: str = "toy", faults: Faults | None = None
+        self,
+        shapes: Shapes,
+        *,
+        workers: int = 1,
+        name: str = "toy",
+        faults: Faults | None = None,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.workers = workers
@@ -60,6 +72,7 @@ class ToyEngine:
                 "world_size": workers,
                 "shapes": {n: [d, list(s)] for n, (d, s) in shapes.items()},
                 "faults": dict((faults or {}).get(rank, {})),
+                "tied": dict(tied or {}),
             }
             process = subprocess.Popen(
                 [sys.executable, "-m", "weightsync.testing.toy_worker"],

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weightsync.manifest import Manifest
+from weightsync.deadline import Deadline
+from weightsync.errors import UpdateRefused
 from weightsync.module_target import ModuleTarget
 from weightsync.receiver import Receiver
+from weightsync.staging import Incoming
 from weightsync.target import ApplyReport, StagedWeights, torch_dtype
 
 __all__ = ["FaultyTarget", "main", "toy_module"]
@@ -32,21 +35,39 @@ class FaultyTarget(ModuleTarget):
         verify_flips_bit: position of a tensor whose first byte is digested wrongly
         verify_skips: position of a tensor that is not digested
         apply_raises: text of an exception raised after half of the tensors were written
+        apply_raises_once: the same, for the next update alone
+        stream_raises: text of a refusal before anything is taken in
+        only_staged: updates cannot be streamed
         apply_kills: SIGKILL of this process, after half of the tensors were written
         verify_kills: SIGKILL of this process instead of an answer
+        verify_waits: path of a file that must be there before anything is taken in
         refuse_raises: requests cannot be refused
     """
 
     def __init__(self, module: torch.nn.Module, faults: dict[str, Any]) -> None:
         super().__init__(module, engine="toy")
         self.faults = faults
+        if "only_staged" in faults:
+            self.modes = frozenset({"staged"})
 
-    def verify(
-        self, manifest: Manifest, addresses: NDArray[np.uint64], seeds: NDArray[np.uint64]
+    def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
+        return self._spoiled(super().verify, incoming)
+
+    def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
+        if "stream_raises" in self.faults:
+            raise UpdateRefused(self.faults["stream_raises"])
+        return self._spoiled(super().stream, incoming)
+
+    def _spoiled(
+        self, take: Callable[[Incoming], NDArray[np.uint64]], incoming: Incoming
     ) -> NDArray[np.uint64]:
         if self.faults.get("verify_kills"):
             os.kill(os.getpid(), signal.SIGKILL)
-        digests = super().verify(manifest, addresses, seeds)
+        if "verify_waits" in self.faults:
+            deadline = Deadline.after(30)
+            while not os.path.exists(self.faults["verify_waits"]):
+                deadline.rest(0.01, "the test to open the gate")
+        digests = take(incoming)
         if "verify_flips_bit" in self.faults:
             digests[self.faults["verify_flips_bit"], 0] ^= np.uint64(1)
         if "verify_skips" in self.faults:
@@ -59,7 +80,8 @@ class FaultyTarget(ModuleTarget):
         super().refuse(reason)
 
     def apply(self, weights: StagedWeights) -> ApplyReport:
-        if "apply_raises" in self.faults or "apply_kills" in self.faults:
+        once = self.faults.pop("apply_raises_once", None)
+        if once or "apply_raises" in self.faults or "apply_kills" in self.faults:
             tensors = self._tensors()
             with torch.no_grad():
                 for number, (name, value) in enumerate(weights.tensors()):
@@ -68,22 +90,31 @@ class FaultyTarget(ModuleTarget):
                     tensors[name].copy_(value)
             if "apply_kills" in self.faults:
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError(self.faults["apply_raises"])
+            raise RuntimeError(once or self.faults["apply_raises"])
         return super().apply(weights)
 
 
-def toy_module(shapes: dict[str, tuple[str, list[int]]]) -> torch.nn.Module:
-    """A module whose ``state_dict`` has these names, dtypes and shapes, all zero."""
+def toy_module(
+    shapes: Mapping[str, tuple[str, list[int]]], tied: Mapping[str, str] | None = None
+) -> torch.nn.Module:
+    """A module whose ``state_dict`` has these names, dtypes and shapes, all zero.
+
+    Args:
+        tied: ``{name: name of the parameter that it is the same as}``.
+    """
     root = torch.nn.Module()
+    made: dict[str, torch.nn.Parameter] = {}
     for name, (dtype, shape) in shapes.items():
+        data = torch.zeros(shape, dtype=torch_dtype(dtype))
+        made[name] = torch.nn.Parameter(data, requires_grad=False)
+    for name, parameter in [*made.items(), *((a, made[b]) for a, b in (tied or {}).items())]:
         *path, leaf = name.split(".")
         module = root
         for part in path:
             if not hasattr(module, part):
                 module.add_module(part, torch.nn.Module())
             module = getattr(module, part)
-        data = torch.zeros(shape, dtype=torch_dtype(dtype))
-        module.register_parameter(leaf, torch.nn.Parameter(data, requires_grad=False))
+        module.register_parameter(leaf, parameter)
     return root
 
 
@@ -91,7 +122,7 @@ def main() -> None:
     """Serve calls, one line of JSON each after a first that says who this is, until the standard
     input ends."""
     start = json.loads(sys.stdin.readline())
-    target = FaultyTarget(toy_module(start["shapes"]), start["faults"])
+    target = FaultyTarget(toy_module(start["shapes"], start["tied"]), start["faults"])
     receiver = Receiver(target, rank=start["rank"], world_size=start["world_size"])
     for line in sys.stdin:
         request = json.loads(line)
