@@ -3,20 +3,27 @@
     python bench/bench_sync.py --json FILE
 
 Each phase is a multiple of one pass: a single-threaded ``memcpy`` of the same bytes, measured after
-every round of the same run; medians. ``staged`` is the whole of it: fill with digest, verify in the
-other process, and copy into its module.
+every round of the same run; medians.
+
+    fill      into the arena, with digests, while the other process verifies
+    staged    all of a staged update: fill, verify, vote, pause, copy into the module, resume
+    streamed  all of a streamed one: pause, through the ring into the module, compare, resume
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 import torch
 from common import MEMCPY, Memcpy, Rows, command_line
 
 import weightsync as ws
+from weightsync.messages import Mode
 from weightsync.testing import build_checkpoint
 from weightsync.testing.toy import ToyEngine
+
+MODES: tuple[Mode, ...] = ("staged", "streamed")
 
 
 def run(rounds: int) -> dict[str, object]:
@@ -26,20 +33,23 @@ def run(rounds: int) -> dict[str, object]:
     }
     shapes = {spec.name: (spec.dtype, spec.shape) for spec in manifest.tensors}
     memcpy, rows = Memcpy(manifest.total_bytes), Rows()
-    with (
-        ToyEngine(shapes) as engine,
-        ws.WeightSender(ws.StateDictSource(tensors), [engine]) as sender,
-    ):
+    with ExitStack() as stack:
+        senders = {}
+        for mode in MODES:
+            engine = stack.enter_context(ToyEngine(shapes))
+            sender = ws.WeightSender(ws.StateDictSource(tensors), [engine], mode=mode)
+            senders[mode] = stack.enter_context(sender)
         for number in range(rounds + 2):
-            started = time.perf_counter()
-            receipt = sender.sync(number)
-            row = {
-                "staged": time.perf_counter() - started,
-                "fill": receipt.seconds["fill"],
-                "verify": receipt.seconds["verify"],
-                "apply": receipt.engines[0].workers[0].load_seconds,
-                MEMCPY: memcpy.seconds(),
-            }
+            row = {}
+            for mode in MODES:
+                started = time.perf_counter()
+                receipt = senders[mode].sync(number)
+                row[mode] = time.perf_counter() - started
+                if mode == "staged":
+                    row["fill"] = receipt.seconds["fill"]
+                    row["verify"] = receipt.seconds["verify"]
+                    row["apply"] = receipt.engines[0].workers[0].load_seconds
+            row[MEMCPY] = memcpy.seconds()
             if number >= 2:  # the first touch every page
                 rows.add(row)
     return {

@@ -152,31 +152,34 @@ def test_a_worker_that_is_killed_ends_it_at_once_and_by_name() -> None:
 
 
 def test_a_worker_that_stands_still_is_named_at_the_deadline(
-    engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("weightsync.commit.SETTLE_SECONDS", 2.0)
-    source = StateDictSource(tensors(1, LARGE))
-    with WeightSender(source, [engine], mode="streamed", deadline=30) as sender:
+    large = {**SHAPES, "large.weight": ("float32", (4096, 1024))}  # more than a ring holds
+    with (
+        ToyEngine(large, workers=2) as engine,
+        WeightSender(
+            StateDictSource(tensors(1, large)), [engine], mode="streamed", deadline=30
+        ) as sender,
+    ):
         sender.sync(1)
-        gate = engine._processes[1].pid
-
-        def stop(*_: object) -> None:
-            os.kill(gate, signal.SIGSTOP)
-
-        sender._on_progress, sender._seconds = None, 2.0
+        sender._seconds = 2.0
+        still = engine._processes[1]
         pause = engine.pause
-        engine.pause = lambda *a: (pause(*a), stop())  # type: ignore[method-assign]
-        try:
-            with pytest.raises((EnginePoisoned, UpdateAborted)) as failure:
-                sender.sync(2)
-        finally:
-            engine.pause = pause  # type: ignore[method-assign]
-            os.kill(gate, signal.SIGCONT)
-    cause = failure.value.__cause__
-    assert isinstance(cause, DeadlineExceeded) and "worker 1" in cause.awaited
-    with WeightSender(source, [engine], mode="streamed") as sender:
-        sender.sync(3)
-    assert served(engine, 1)
+
+        def pause_and_stop(*arguments) -> None:
+            pause(*arguments)
+            still.send_signal(signal.SIGSTOP)
+
+        engine.pause = pause_and_stop  # type: ignore[method-assign]
+        started = time.monotonic()
+        with pytest.raises(EnginePoisoned) as failure:
+            sender.sync(2)
+        assert time.monotonic() - started < 20
+        cause = failure.value.__cause__
+        assert isinstance(cause, DeadlineExceeded) and "worker 1" in cause.awaited
+        assert "worker 0" not in cause.awaited
+        still.send_signal(signal.SIGCONT)
 
 
 def test_of_two_engines_none_begins_if_one_cannot_be_paused() -> None:

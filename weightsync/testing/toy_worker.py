@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from weightsync.deadline import Deadline
 from weightsync.errors import UpdateRefused
+from weightsync.messages import Message
 from weightsync.module_target import ModuleTarget
 from weightsync.receiver import Receiver
+from weightsync.session import Session
 from weightsync.staging import Incoming
 from weightsync.target import ApplyReport, StagedWeights, torch_dtype
 
@@ -94,6 +96,30 @@ class FaultyTarget(ModuleTarget):
         return super().apply(weights)
 
 
+class FaultyReceiver(Receiver):
+    """A receiver whose process dies on demand.
+
+    Fault ``kills_at``: the tag of a message, or the name of an engine call, instead of whose
+    handling this process is killed (SIGKILL); with ``after_`` before it, once it is handled.
+    """
+
+    def __init__(self, target: FaultyTarget, **arguments: Any) -> None:
+        super().__init__(target, **arguments)
+        self._faults = target
+
+    def handle(self, session: Session, message: Message) -> Message:
+        tag = str(message.__struct_config__.tag)
+        self.moment(tag)
+        answer = super().handle(session, message)
+        self.moment(f"after_{tag}")
+        return answer
+
+    def moment(self, name: str) -> None:
+        """Die, if this is the time."""
+        if self._faults.faults.get("kills_at") == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def toy_module(
     shapes: Mapping[str, tuple[str, list[int]]], tied: Mapping[str, str] | None = None
 ) -> torch.nn.Module:
@@ -123,11 +149,12 @@ def main() -> None:
     input ends."""
     start = json.loads(sys.stdin.readline())
     target = FaultyTarget(toy_module(start["shapes"], start["tied"]), start["faults"])
-    receiver = Receiver(target, rank=start["rank"], world_size=start["world_size"])
+    receiver = FaultyReceiver(target, rank=start["rank"], world_size=start["world_size"])
     for line in sys.stdin:
         request = json.loads(line)
         answer: dict[str, Any] = {}
         call = request.pop("call")
+        receiver.moment(call)
         if call == "join":
             receiver.join(request["path"], request["token"])
         elif call == "prepare":
@@ -153,6 +180,7 @@ def main() -> None:
                     "threads": threading.active_count(),
                 },
             }
+        receiver.moment(f"after_{call}")
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
