@@ -142,7 +142,7 @@ class StateDictSource:
         sending = self._sending or self._current()
         before = _versions(sending.watched)
         # Whatever becomes of the tensors, memory that is being read is not given back.
-        held = [tensor.untyped_storage() for tensor in sending.in_place]
+        held = list(map(torch.Tensor.untyped_storage, sending.in_place))
         sending.check_unmoved()
         manifest, rows, addresses = sending.manifest, sending.rows, sending.addresses
         converted = sending.converted
@@ -249,8 +249,8 @@ class _Sending:
         self.rows = np.flatnonzero(np.array(in_place, bool))
         self.converted = np.flatnonzero(~np.array(in_place, bool)).tolist()
         self.in_place = [tensors[i] for i in self.rows.tolist()]
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
-        self._contiguous = [tensor.is_contiguous() for tensor in tensors]
+        self._addresses = list(map(_ADDRESS, tensors))
+        self._contiguous = list(map(_CONTIGUOUS, tensors))
         self.addresses = np.array(self._addresses, np.uint64)[self.rows]
 
     def check_unmoved(self) -> None:
@@ -259,8 +259,8 @@ class _Sending:
         Raises:
             SourceError: one does not; names it.
         """
-        addresses = [tensor.data_ptr() for tensor in self.tensors]
-        contiguous = [tensor.is_contiguous() for tensor in self.tensors]
+        addresses = list(map(_ADDRESS, self.tensors))
+        contiguous = list(map(_CONTIGUOUS, self.tensors))
         if addresses != self._addresses or contiguous != self._contiguous:
             was = zip(self._addresses, self._contiguous, strict=True)
             now = zip(addresses, contiguous, strict=True)
@@ -302,6 +302,8 @@ _ADDRESS: Final = torch.Tensor.data_ptr
 _DTYPE: Final = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _SHAPE: Final = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _STRIDE: Final = torch.Tensor.stride
+_CONTIGUOUS: Final = torch.Tensor.is_contiguous
+_WRITES: Final = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _NEGATED: Final = torch.Tensor.is_neg
 
 
@@ -335,7 +337,7 @@ def _readable(tensor: torch.Tensor, dtype: str) -> bool:
 def _versions(tensors: list[torch.Tensor]) -> list[int | None]:
     """torch's counters of writes; None for inference tensors, which have none."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_WRITES, tensors))
     except RuntimeError:
         return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 

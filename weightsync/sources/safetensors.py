@@ -110,6 +110,9 @@ class SafetensorsSource:
                 self.casts[spec.name] = f"{spec.dtype} -> {to}"
             specs.append(TensorSpec(spec.name, to, spec.shape))
         self._manifest = Manifest(specs)
+        self._places = np.array(
+            [(i, s.offset, s.spec.nbytes) for i, s in enumerate(self._stored)], np.uint64
+        )
 
     def manifest(self) -> Manifest:
         """See `weightsync.sources.base.Source`."""
@@ -146,28 +149,38 @@ class SafetensorsSource:
             )
 
     def _file_pieces(self, mapping: mmap.mmap, indices: list[int]) -> Iterator[Pieces]:
-        base = address_of(mapping)
-        batch: list[tuple[int, int, int, int]] = []
-        pending = 0
+        """One file's tensors: those that are sent as they are stored, in batches that are cut by
+        bytes, then the others."""
+        cast = [index for index in indices if self._stored[index].spec.name in self.casts]
+        table = self._places[np.setdiff1d(indices, cast)]
+        base = np.uint64(address_of(mapping))
         low = 0
-        for index in indices:
-            stored = self._stored[index]
-            if stored.spec.name in self.casts:
-                yield from _converted(index, stored, mapping, self._manifest.tensors[index].dtype)
-                low = _release(mapping, low, stored.offset + stored.spec.nbytes)
-                continue
-            start = 0
-            while start < stored.spec.nbytes:
-                nbytes = min(stored.spec.nbytes - start, BATCH_BYTES - pending)
-                batch.append((index, start, nbytes, base + stored.offset + start))
-                start, pending = start + nbytes, pending + nbytes
-                if pending == BATCH_BYTES:
-                    yield _pieces(batch)
-                    low = _release(mapping, low, stored.offset + start)
-                    batch, pending = [], 0
-        if batch:
-            yield _pieces(batch)
+        for batch in _cut(table):
+            index, start, nbytes, offset = batch.T
+            yield Pieces(index.astype(np.int64), start, nbytes, base + offset)
+            low = _release(mapping, low, int(offset[-1] + nbytes[-1]))
+        for number in cast:
+            stored = self._stored[number]
+            yield from _converted(number, stored, mapping, self._manifest.tensors[number].dtype)
+            _release(mapping, stored.offset, stored.offset + stored.spec.nbytes)
         # The mapping goes with the last reference; its pages stay in the page cache only.
+
+
+def _cut(table: NDArray[np.uint64]) -> Iterator[NDArray[np.uint64]]:
+    """Tensors, in rows of (index, offset in the file, bytes), as batches of at most `BATCH_BYTES`
+    in rows of (index, first byte in the tensor, bytes, offset in the file)."""
+    index, offset, nbytes = table.T
+    ends = np.cumsum(nbytes, dtype=np.uint64)
+    if not ends.size or not ends[-1]:
+        return
+    begins = ends - nbytes
+    cuts = np.arange(0, int(ends[-1]), BATCH_BYTES, dtype=np.uint64)
+    edges = np.unique(np.concatenate([begins, cuts, ends[-1:]]))
+    first, length = edges[:-1], np.diff(edges)
+    tensor = np.searchsorted(ends, first, side="right")
+    start = first - begins[tensor]
+    rows = np.stack([index[tensor], start, length, offset[tensor] + start], axis=1)
+    yield from np.split(rows, np.searchsorted(first, cuts[1:]))
 
 
 def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
@@ -195,16 +208,6 @@ def _converted(index: int, stored: _Stored, mapping: mmap.mmap, dtype: str) -> I
             offset=stored.offset,
         )
         yield from converted_pieces(index, flat, dtype)
-
-
-def _pieces(batch: list[tuple[int, int, int, int]]) -> Pieces:
-    index, start, nbytes, address = (list(column) for column in zip(*batch, strict=True))
-    return Pieces(
-        np.array(index, np.int64),
-        np.array(start, np.uint64),
-        np.array(nbytes, np.uint64),
-        np.array(address, np.uint64),
-    )
 
 
 def _release(mapping: mmap.mmap, low: int, high: int) -> int:
