@@ -37,9 +37,9 @@ class ParallelRig(Rig):
         assert sorted(answers) == ["armed", "not me"]
 
 
-@pytest.fixture(scope="module")
-def rig():
-    found = ParallelRig("qwen2_tied")
+@pytest.fixture(scope="module", params=["qwen2_tied", "qwen3_moe"])
+def rig(request: pytest.FixtureRequest):
+    found = ParallelRig(request.param)
     yield found
     found.close()
 
@@ -57,7 +57,11 @@ def test_what_no_worker_takes_is_refused_also_where_each_takes_a_part(rig: Paral
     state = dict(rig.models["A"].state_dict())
     name = "model.layers.1.self_attn.q_proj.weight"
     state[name] = torch.cat([state[name], state[name]])
-    del state["model.layers.0.mlp.up_proj.weight"]
+    gone, missing = {
+        "qwen2_tied": ("mlp.up_proj.weight", "mlp.{gate_proj, up_proj}.weight"),
+        "qwen3_moe": ("mlp.gate.weight", "mlp.gate.weight"),
+    }[rig.name]
+    del state[f"model.layers.0.{gone}"]
     with (
         ws.WeightSender(ws.StateDictSource(state), [rig.engine]) as sender,
         pytest.raises(PlanRefused) as refusal,
@@ -65,7 +69,7 @@ def test_what_no_worker_takes_is_refused_also_where_each_takes_a_part(rig: Paral
         sender.sync("never")
     assert {(problem.kind, problem.name) for problem in refusal.value.problems} == {
         ("shape", name),
-        ("missing", "model.layers.0.mlp.{gate_proj, up_proj}.weight"),
+        ("missing", f"model.layers.0.{missing}"),
     }
 
 
@@ -82,8 +86,12 @@ def test_one_failing_worker_poisons_both_and_a_full_update_cures_both(
         assert rig.llm.get_weight_version() == "A"
         with pytest.raises(Exception, match="weightsync: this engine may hold a mixture"):
             rig.rollouts([[1, 2, 3]])
-        sender.sync("cured")
-    rig.assert_serves("B")
+        # Three good ones after it: each is applied, proven and answered as itself.
+        for version, variant in enumerate("ABA"):
+            with rig.sender(variant) as other:
+                receipt = other.sync(version)
+            assert receipt.version == str(version) == rig.llm.get_weight_version()
+            rig.assert_serves(variant)
     # Replies of one call are not taken for another's: what vLLM answers is what was asked.
     assert rig.llm.collective_rpc("weightsync_test_fail_after", args=("1", "raise", "9")) == [
         "not me",
