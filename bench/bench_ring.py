@@ -1,4 +1,4 @@
-"""The ring between two processes: the tensors of a Qwen2-0.5B (290, 988 MB bf16), digests on both sides.
+"""The ring between two processes, with digests on both sides: a Qwen2-0.5B (290 tensors, 988 MB).
 
     python bench/bench_ring.py --json FILE
 

@@ -117,12 +117,13 @@ std::optional<uint64_t> RingReader::wait_for_records(uint64_t update, const Wait
     while (true) {
         // Loaded before anything is looked at: whatever changes afterwards changes the word as well.
         const uint32_t seen = mine.wake_futex.load(std::memory_order_seq_cst);
-        if (expired(limits)) throw RingError(RingFault::deadline, 0, "the ring is empty");
         // In this order: after the end nothing is published any more.
         const Status now = status(update);
         const uint64_t published = head();
+        if (now == Status::finished && published == tail_) return std::nullopt;
+        // Also while there is something to read: a writer that never ends must not keep us for ever.
+        if (expired(limits)) throw RingError(RingFault::deadline, 0, "the update has not ended");
         if (published > tail_) return published;
-        if (now == Status::finished) return std::nullopt;
         // A writer may finish and end at once; so what it left is looked at after the hang-up was seen.
         if (hung_up) throw RingError(RingFault::peer_lost, 0, "its socket was hung up");
         hung_up = lost_peer(limits).has_value();

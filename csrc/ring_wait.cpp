@@ -7,8 +7,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <climits>
-#include <cmath>
 
 namespace weightsync {
 namespace {
@@ -46,8 +46,9 @@ void wait_slice(std::atomic<uint32_t>& word, uint32_t expected, const WaitLimits
     const double seconds = std::clamp(limits.deadline - now(), 0.0, kSliceSeconds);
     const timespec timeout{0, static_cast<long>(seconds * 1e9)};
     // Woken, timed out, changed already or interrupted: the caller looks again in any case.
-    futex(word, FUTEX_WAIT, expected, &timeout);
-    if (limits.check_signals) limits.check_signals();
+    const bool woken = futex(word, FUTEX_WAIT, expected, &timeout) == 0 || errno == EAGAIN;
+    // Not after every wake-up: it takes Python's lock, which a computing engine may be slow to give.
+    if (!woken && limits.check_signals) limits.check_signals();
 }
 
 void wake(std::atomic<uint32_t>& word) {

@@ -33,7 +33,7 @@ struct RingError : std::runtime_error {
 struct WaitLimits {
     double deadline = 0;     // seconds on CLOCK_MONOTONIC
     std::vector<int> peers;  // their sockets; only ever polled for a hang-up; negative: nobody's
-    std::function<void()> check_signals;  // may throw; called once per slice
+    std::function<void()> check_signals;  // may throw; called when a slice ends without a wake-up
 };
 
 // True once the deadline has passed.
@@ -42,7 +42,7 @@ bool expired(const WaitLimits& limits);
 // The first peer whose socket has been hung up.
 std::optional<size_t> lost_peer(const WaitLimits& limits);
 
-// Sleeps while `word` holds `expected`, for one slice at most, then lets signals be handled.
+// Sleeps while `word` holds `expected`, for one slice at most. Whoever was not woken has signals handled.
 void wait_slice(std::atomic<uint32_t>& word, uint32_t expected, const WaitLimits& limits);
 
 // Changes the word, so that nobody who is about to sleep on the old value does, and wakes who sleeps.

@@ -140,10 +140,9 @@ void RingWriter::wait_for_space(uint64_t nbytes, const WaitLimits& limits) {
         if (expired(limits)) throw RingError(RingFault::deadline, slowest, "the ring is full");
         if (const auto lost = lost_peer(limits))
             throw RingError(RingFault::peer_lost, *lost, "its socket was hung up");
-        // Readers that wait for more must not: nothing more comes before they have read what is there.
-        wake_readers(true);
         // Once asleep, the writer sleeps until half the ring is free: a wake-up costs as much as copying
-        // many kilobytes.
+        // many kilobytes. A reader sleeps through a quarter of the ring at most, so that the two never
+        // wait for each other.
         const uint64_t half_free = head_ - std::min(head_, capacity_ / 2);
         header.space_at.store(std::max({needed, half_free, uint64_t{1}}), std::memory_order_seq_cst);
         if (tails_[slowest_reader()] < needed) wait_slice(header.space_futex, seen, limits);

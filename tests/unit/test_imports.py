@@ -48,6 +48,11 @@ def test_pushing_a_checkpoint_needs_no_torch() -> None:
     assert run(code).strip() == "False"
 
 
+def test_the_ring_needs_no_torch() -> None:
+    code = "import sys, weightsync.transport.ring; print('torch' in sys.modules)"
+    assert run(code).strip() == "False"
+
+
 def test_every_public_name_exists() -> None:
     code = (
         "import weightsync as ws\n"
