@@ -113,6 +113,20 @@ MODELS: dict[str, ModelSpec] = {
         },
         seed=0,
     ),
+    "qwen2_moe": ModelSpec(
+        architecture="qwen2_moe",
+        config={
+            **_TINY,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        seed=4,
+    ),
     "mixtral": ModelSpec(
         architecture="mixtral",
         config={**_TINY, "num_local_experts": 8, "num_experts_per_tok": 2},
