@@ -134,11 +134,11 @@ def _was_loaded(layer: torch.nn.Module) -> bool:
 
 
 def _check_complete(model: torch.nn.Module) -> None:
-    """No layer may be finished with a parameter that nothing was loaded into: it would serve
+    """No layer may be finished with a tensor that nothing was loaded into: it would serve
     whatever the memory held.
 
     Raises:
-        UpdateError: names the layer and the parameter.
+        UpdateError: names the layer and the tensor.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -147,8 +147,11 @@ def _check_complete(model: torch.nn.Module) -> None:
         if not info.can_load() or info.load_numel <= 0:
             continue
         loaded = {name for name, _ in info.loaded_weights}
-        for name, parameter in layer.named_parameters(recurse=False):
-            if parameter.is_meta and parameter.numel() and name not in loaded:
+        # Buffers that vLLM itself keeps; releases before 0.26 keep none.
+        kept = getattr(info, "kernel_non_persistent_buffers", frozenset())
+        own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if tensor.is_meta and tensor.numel() and name not in loaded and name not in kept:
                 raise UpdateError(
                     f"{layer_name} got {sorted(loaded)} but not {name}, and was given up",
                     remedy="send all parameters of a layer together",

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import weightsync as ws
 from weightsync.adapters.vllm import reload, trace
-from weightsync.errors import UpdateError
+from weightsync.errors import PlanRefused, UpdateError
 from weightsync.plan.trace import trace_loader
 from weightsync.testing import (
     LONG_PROMPT,
@@ -282,3 +282,15 @@ def test_in_bf16_an_update_equals_a_fresh_start_bit_for_bit(name: str) -> None:
     own = score(trainer, PROMPTS, fresh[:2])
     # Measured: 0.02 and 0.50, where rounding makes a token choose another expert.
     assert own.max_abs_logprob_difference < {"qwen2": 0.1, "qwen3_moe": 1.0}[name], str(own)
+
+
+@pytest.mark.parametrize("quantization", ["fp8_per_channel", "int8_per_channel_weight_only"])
+def test_a_quantized_engine_is_refused_by_name_and_serves_on(quantization: str) -> None:
+    with served("qwen2", dtype="bfloat16", quantization=quantization) as engine:
+        before = engine.everything()
+        with pytest.raises(PlanRefused, match="quantization=") as refusal:
+            engine.sync("B")
+        (problem,) = refusal.value.problems
+        assert problem.kind == "engine" and refusal.value.remedy
+        print(problem)
+        assert engine.everything() == before
