@@ -20,7 +20,13 @@ def unsupported(vllm_config: Any) -> list[Problem]:
 
     if vllm_config.quant_config is not None:
         name = getattr(vllm_config.quant_config, "get_name", lambda: model.quantization)()
-        refuse(f"quantization={name}", "a reload of quantized weights was seen to serve garbage")
+        if name == "online":  # vLLM's word for all that it quantizes itself while it loads
+            name = model.quantization
+        refuse(
+            f"quantization={name}",
+            "an update of weights in this format was not shown to equal a fresh load, and one of "
+            "int8 weights was seen to serve garbage",
+        )
     if vllm_config.speculative_config is not None:
         refuse("speculative_config", "the draft model would keep its old weights")
     if vllm_config.lora_config is not None:
