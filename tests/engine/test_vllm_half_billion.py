@@ -23,6 +23,23 @@ TOLERANCE = 0.15
 """bf16 kernels of two libraries differ by up to 0.063 on equal weights (measured)."""
 
 
+def test_an_update_takes_at_most_a_fifth_longer_than_vllms_own_reload(tmp_path: Path) -> None:
+    """Staged, verified and loaded, against tensors that vLLM takes from memory, in one run."""
+    bench = Path(__file__).parents[2] / "bench" / "bench_reload.py"
+    output = tmp_path / "reload.json"
+    measured = subprocess.run(
+        [sys.executable, str(bench), "--rounds", "7", "--json", str(output)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert measured.returncode == 0, measured.stderr
+    figures = json.loads(output.read_text())
+    assert figures["nbytes"] == NBYTES
+    assert figures["sync_over_reload"] <= 1.2, figures
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory):
     log = tmp_path_factory.mktemp("server") / "log"
