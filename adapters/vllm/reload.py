@@ -11,8 +11,9 @@ keep a packed copy, from which a head computes. Layerwise reload would leave tha
 it was, without an error, because nothing is loaded under its name. Here it is packed once for all
 layers that share the weight.
 
-*Experts* of the CPU engine are packed by the kernel that runs them, at start only. Those that were
-loaded are packed again, exactly once: packing is not idempotent.
+*Experts* of the CPU engine are packed by the kernel that runs them, at start only, and padded where
+their size is no multiple of 32. Those that were loaded are packed again, exactly once: packing is
+not idempotent.
 
 Measured on vLLM 0.23, 0.26 and 0.32.
 """
@@ -21,7 +22,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,7 +63,8 @@ def reload_whole(
     with torch.no_grad():
         initialize_layerwise_reload(model)
         in_place = _embeddings_in_place(model)
-        names = model.load_weights(tensors)  # type: ignore[operator]
+        with _unpadded(model):
+            names = model.load_weights(tensors)  # type: ignore[operator]
         # The record of what was loaded is gone after the end.
         _check_complete(model)
         experts = [layer for layer in _packed_experts(model) if _was_loaded(layer)]
@@ -237,3 +240,36 @@ def _packed_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
         if hasattr(getattr(kernel, "fused_experts", None), "process_weights_after_loading"):
             found.append(layer)
     return found
+
+
+@contextmanager
+def _unpadded(model: torch.nn.Module) -> Iterator[None]:
+    """During the load, memory of the right size in place of expert weights that were padded: what
+    is loaded is copied there, and padded and packed after. A layer that nothing was loaded into, or
+    not all of it before an error, keeps its own."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    padded: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    for layer in _packed_experts(model):
+        info = get_layerwise_info(layer)
+        live = info.kernel_tensors[0] if info.can_load() and info.kernel_tensors else {}
+        for name in ("w13_weight", "w2_weight"):
+            if name in live and live[name].shape != getattr(layer, name).shape:
+                padded.append((layer, name, live[name]))
+                live[name] = _like(live[name], getattr(layer, name).shape)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        for layer, name, parameter in padded:
+            info = get_layerwise_info(layer)
+            if info.can_load() and (failed or info.load_numel <= 0):
+                info.kernel_tensors[0][name] = parameter
+
+
+def _like(parameter: torch.nn.Parameter, shape: torch.Size) -> torch.nn.Parameter:
+    """An empty parameter of another shape, with the same attributes."""
+    other = torch.nn.Parameter(parameter.data.new_empty(shape), requires_grad=False)
+    other.__dict__.update(parameter.__dict__)
+    return other

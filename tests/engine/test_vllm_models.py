@@ -45,6 +45,7 @@ FAMILIES = [
     ("gemma3", "dummy"),  # noise in place of weights, buffers included
     ("qwen3_moe", "auto"),
     ("qwen3_moe", "dummy"),
+    ("qwen3_moe_padded", "auto"),
     ("qwen2_moe", "auto"),
     ("mixtral", "auto"),
 ]
@@ -228,6 +229,7 @@ def test_a_part_of_a_unit_is_right_or_raises_and_a_full_update_cures_it(
         "qwen2_tied": ["qkv_proj.bias"],
         "qwen2_moe": ["w13_weight", "w2_weight", "qkv_proj.bias"],
         "qwen3_moe": ["w13_weight", "w2_weight"],
+        "qwen3_moe_padded": ["w13_weight", "w2_weight"],
         "mixtral": ["w13_weight", "w2_weight"],
     }.get(family.name, [])
     assert len(raised) == len(expected_to_raise), raised

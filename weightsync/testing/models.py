@@ -113,6 +113,21 @@ MODELS: dict[str, ModelSpec] = {
         },
         seed=0,
     ),
+    # Experts whose size is no multiple of 32: the CPU engine pads them when it packs them.
+    "qwen3_moe_padded": ModelSpec(
+        architecture="qwen3_moe",
+        config={
+            **_TINY,
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        seed=15,
+    ),
     "qwen2_moe": ModelSpec(
         architecture="qwen2_moe",
         config={
