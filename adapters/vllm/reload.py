@@ -20,9 +20,9 @@ Measured on vLLM 0.23, 0.26 and 0.32.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,14 +62,13 @@ def reload_whole(
     started = time.perf_counter()
     with torch.no_grad():
         initialize_layerwise_reload(model)
-        in_place = _embeddings_in_place(model)
-        with _unpadded(model):
-            names = model.load_weights(tensors)  # type: ignore[operator]
+        with _embeddings_in_place(model) as written, _unpadded(model):
+            model.load_weights(tensors)  # type: ignore[operator]
+            _check_complete(model)
         # The record of what was loaded is gone after the end.
-        _check_complete(model)
         experts = [layer for layer in _packed_experts(model) if _was_loaded(layer)]
         finalize_layerwise_reload(model, model_config)
-        _pack_embeddings(model, in_place, names)
+        _pack_embeddings(model, written)
         for layer in experts:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
     return time.perf_counter() - started
@@ -178,15 +177,19 @@ def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-def _embeddings_in_place(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Take embeddings whose live weight has the layout it is loaded in out of the reload.
+@contextmanager
+def _embeddings_in_place(model: torch.nn.Module) -> Iterator[set[torch.nn.Parameter]]:
+    """During the load, embeddings whose live weight has the layout it is loaded in are out of the
+    reload: the engine's loader writes straight into them.
 
-    Returns:
-        These layers; the engine's loader writes straight into them.
+    Yields:
+        The weights that it wrote to. Known as layerwise reload knows it: their loader was called.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    found = []
+    written: set[torch.nn.Parameter] = set()
+    loaders: dict[torch.nn.Parameter, Callable[..., Any]] = {}
     for layer in _embeddings(model):
         info = get_layerwise_info(layer)
         if not info.can_load() or info.kernel_tensors is None:
@@ -196,39 +199,40 @@ def _embeddings_in_place(model: torch.nn.Module) -> list[torch.nn.Module]:
             continue
         if (live.shape, live.stride(), live.dtype) == (fresh.shape, fresh.stride(), fresh.dtype):
             _put_back(layer)
-            found.append(layer)
-    return found
+            if live not in loaders:
+                loaders[live] = getattr(live, "weight_loader", default_weight_loader)
+                live.weight_loader = _recording(loaders[live], live, written)
+    try:
+        yield written
+    finally:
+        for weight, loader in loaders.items():
+            weight.weight_loader = loader  # type: ignore[attr-defined]
 
 
-def _pack_embeddings(
-    model: torch.nn.Module, in_place: list[torch.nn.Module], names: set[str] | None
-) -> None:
-    """Pack each weight that was loaded once, for all layers that compute from it; only the CPU
-    engine's layers have a packed copy.
+def _recording(
+    loader: Callable[..., Any], weight: torch.nn.Parameter, written: set[torch.nn.Parameter]
+) -> Callable[..., Any]:
+    @functools.wraps(loader)
+    def record(*arguments: Any, **options: Any) -> Any:
+        written.add(weight)
+        return loader(*arguments, **options)
 
-    Args:
-        in_place: of `_embeddings_in_place`.
-        names: what the engine's loader reports to have loaded, in the names of its parameters.
-    """
-    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    # A packing too many costs time, one too few serves old weights: believed only if it adds up.
-    reported = names if names and names <= every_name else None
-    aliases = defaultdict(set)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases[parameter].add(name)
-    sharing: dict[torch.nn.Parameter, list[torch.nn.Module]] = defaultdict(list)
-    for layer in in_place:
-        sharing[layer.weight].append(layer)
-    for weight, layers in sharing.items():
-        packed = [layer for layer in layers if hasattr(layer, "cpu_linear")]
-        if not packed or (reported is not None and not aliases[weight] & reported):
-            continue
-        for layer in packed:
+    return record
+
+
+def _pack_embeddings(model: torch.nn.Module, written: set[torch.nn.Parameter]) -> None:
+    """Pack each of these weights once, for all layers that compute from it; only the CPU engine's
+    layers have a packed copy."""
+    sharing: dict[torch.nn.Parameter, list[Any]] = {weight: [] for weight in written}
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear") and layer.weight in sharing:
+            sharing[layer.weight].append(layer)
+    for first, *others in filter(None, sharing.values()):
+        for layer in (first, *others):
             # Lets go of the old copies before there is a new one, and computes the same.
             layer.cpu_linear = torch.nn.functional.linear
-        first = packed[0]
         first.quant_method.process_weights_after_loading(first)
-        for layer in packed[1:]:
+        for layer in others:
             layer.cpu_linear = first.cpu_linear
 
 

@@ -236,6 +236,21 @@ def test_a_part_of_a_unit_is_right_or_raises_and_a_full_update_cures_it(
     assert all(map(str.endswith, sorted(raised), expected_to_raise)), raised
 
 
+def test_a_tied_head_is_packed_once_and_only_when_its_embedding_came() -> None:
+    def packed(model: torch.nn.Module) -> list[object]:
+        return [model.model.embed_tokens.cpu_linear, model.lm_head.cpu_linear]
+
+    a = weights("qwen2_tied", "A")
+    with served("qwen2_tied") as engine:
+        engine.sync("B")
+        (before,) = engine.llm.apply_model(packed)
+        engine.load({name: tensor for name, tensor in a.items() if "layers" in name})
+        assert engine.llm.apply_model(packed) == [before]
+        engine.load({"model.embed_tokens.weight": a["model.embed_tokens.weight"]})
+        ((embedding, head),) = engine.llm.apply_model(packed)
+        assert embedding is head is not before[0]
+
+
 ELSEWHERE = """
 import json, sys
 from test_vllm_models import served
