@@ -7,7 +7,11 @@ from typing import Any
 
 from weightsync.errors import Problem
 
-__all__ = ["unsupported"]
+__all__ = ["quantizes_shown", "unsupported"]
+
+SHOWN = frozenset({"fp8_per_channel"})
+"""Quantizations that vLLM does itself while it loads, of which a reload was seen to equal a fresh
+start. Dense models only: no engine at hand starts with quantized experts."""
 
 
 def unsupported(vllm_config: Any) -> list[Problem]:
@@ -18,7 +22,7 @@ def unsupported(vllm_config: Any) -> list[Problem]:
     def refuse(setting: str, why: str) -> None:
         found.append(Problem("engine", setting, why))
 
-    if vllm_config.quant_config is not None:
+    if vllm_config.quant_config is not None and not quantizes_shown(vllm_config):
         name = getattr(vllm_config.quant_config, "get_name", lambda: model.quantization)()
         if name == "online":  # vLLM's word for all that it quantizes itself while it loads
             name = model.quantization
@@ -50,3 +54,11 @@ def unsupported(vllm_config: Any) -> list[Problem]:
             "while one of them is poisoned",
         )
     return found
+
+
+def quantizes_shown(vllm_config: Any) -> bool:
+    """Whether an engine takes the tensors of an ordinary checkpoint and quantizes them itself, in a
+    way that was shown."""
+    model = vllm_config.model_config
+    name = getattr(vllm_config.quant_config, "get_name", lambda: None)()
+    return name == "online" and model.quantization in SHOWN and not model.is_moe

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from weightsync.adapters.vllm import reload
+from weightsync.adapters.vllm.limits import quantizes_shown
 from weightsync.errors import Problem
 from weightsync.manifest import Manifest
 from weightsync.plan.lint import lint
@@ -53,7 +55,15 @@ def describe(vllm_config: Any, manifest: Manifest, *, whole: bool) -> Descriptio
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     kept = twin.state_dict(keep_vars=True)
     buffers = {name: kept[name] for name in kept.keys() - parameters.keys()}
-    found = lint(trace, manifest, parameters, packed, buffers=buffers, whole=whole)
+    found = lint(
+        trace,
+        manifest,
+        parameters,
+        packed,
+        buffers=buffers,
+        whole=whole,
+        units=reload.units(twin),
+    )
     if whole and found.untouched and vllm_config.load_config.load_format == "dummy":
         # Noise went into everything that is saved, and nothing that comes replaces it.
         noise = [
@@ -65,8 +75,14 @@ def describe(vllm_config: Any, manifest: Manifest, *, whole: bool) -> Descriptio
 
 
 def own_config(vllm_config: Any) -> Any:
-    """A copy of the configuration in which no layer is registered."""
+    """A copy of the configuration in which no layer is registered.
+
+    Layers that quantize what they load would do so in a twin as well. It is built without: what
+    they are loaded from is an ordinary checkpoint.
+    """
     config = copy.copy(vllm_config)
+    if quantizes_shown(vllm_config):
+        config.quant_config = None
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}
     if hasattr(config.compilation_config, "static_all_moe_layers"):

@@ -324,7 +324,18 @@ def test_in_bf16_an_update_equals_a_fresh_start_bit_for_bit(name: str) -> None:
     assert own.max_abs_logprob_difference < {"qwen2": 0.1, "qwen3_moe": 1.0}[name], str(own)
 
 
-@pytest.mark.parametrize("quantization", ["fp8_per_channel", "int8_per_channel_weight_only"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_tied", "llama"])
+def test_what_vllm_quantizes_to_fp8_while_it_loads_equals_a_fresh_start(name: str) -> None:
+    options = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
+    with served(name, "B", **options) as engine:
+        fresh = engine.everything()
+    with served(name, "A", **options) as engine:
+        for variant in "BAB":
+            engine.sync(variant)
+            assert (engine.everything() == fresh) == (variant == "B")
+
+
+@pytest.mark.parametrize("quantization", ["int8_per_channel_weight_only"])
 def test_a_quantized_engine_is_refused_by_name_and_serves_on(quantization: str) -> None:
     with served("qwen2", dtype="bfloat16", quantization=quantization) as engine:
         before = engine.everything()

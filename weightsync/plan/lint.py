@@ -30,6 +30,7 @@ def lint(
     *,
     buffers: Mapping[str, torch.Tensor] | None = None,
     whole: bool = True,
+    units: Mapping[str, str] | None = None,
 ) -> Description:
     """Turn a trace into a description.
 
@@ -41,6 +42,8 @@ def lint(
         buffers: the twin's persistent ones, by name.
         whole: the manifest is meant to be all of the model; otherwise it is a declared part, and
             what it does not touch at all stays what it is.
+        units: which parameters the engine reloads together: to each name, aliases included, that of
+            its unit. By default those of one module.
 
     Returns:
         Problems, the boxes of tensors that this worker takes only a part of, tensors that are other
@@ -81,7 +84,7 @@ def lint(
     # A second tensor for the same memory is judged by its bytes, which only the sender has.
     for copies in by_parameter.values():
         copies[:] = [copy for copy in copies if copy.index not in tied]
-    problems += _uncovered(trace, by_parameter, parameters, packed, whole)
+    problems += _uncovered(trace, by_parameter, parameters, packed, None if whole else units or {})
     untouched = sorted(name for name in buffers or {} if not by_parameter.get(name))
     return Description(
         tuple(problems),
@@ -153,11 +156,15 @@ def _uncovered(
     by_parameter: Mapping[str, Sequence[Copy]],
     parameters: Mapping[str, torch.Tensor],
     packed: Mapping[str, Sequence[str]],
-    whole: bool,
+    units: Mapping[str, str] | None,
 ) -> list[Problem]:
-    """Parameters that are not written exactly once, all of them; of a partial update, those of the
-    modules that it touches."""
-    touched = {_module(name) for name, copies in by_parameter.items() if copies}
+    """Parameters that are not written exactly once: all of them, or, with ``units``, those of the
+    units that are touched at all."""
+
+    def unit(name: str) -> str:
+        return (units or {}).get(name, name.rpartition(".")[0])
+
+    touched = {unit(name) for name, copies in by_parameter.items() if copies}
     fills: dict[str, list[Box]] = defaultdict(list)
     for name, region in trace.fills:
         if region.box is not None and region.box not in fills[name]:
@@ -166,8 +173,8 @@ def _uncovered(
     for name, parameter in parameters.items():
         if trace.aliases.get(name, name) != name or parameter.numel() == 0:
             continue
-        # Engines reload module by module: a weight without its bias would leave noise in that.
-        if not whole and _module(name) not in touched:
+        # A weight that is reloaded without its bias would leave noise in that.
+        if units is not None and unit(name) not in touched:
             continue
         copies = by_parameter.get(name, [])
         boxes = [copy.destination.box for copy in copies] + fills[name]
@@ -189,10 +196,6 @@ def _uncovered(
             )
             problems.append(Problem("missing", parts, detail))
     return problems
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _parts(name: str, packed: Mapping[str, Sequence[str]]) -> str:
