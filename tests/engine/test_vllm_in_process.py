@@ -85,29 +85,6 @@ def test_updates_serve_exactly_the_trainers_weights_also_from_the_prefix_cache(r
         assert receipt.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-@pytest.mark.parametrize(
-    ("name", "load_format"),
-    [
-        ("llama", "auto"),
-        ("gemma3", "auto"),
-        ("gemma3", "dummy"),
-        ("qwen3_moe", "auto"),
-        ("mixtral", "auto"),
-    ],
-)
-def test_other_families_serve_exactly_the_checkpoints_weights_too(
-    name: str, load_format: str
-) -> None:
-    """Also one that was started with noise in place of weights, buffers included."""
-    rig = Rig(name, load_format=load_format)
-    for version, variant in enumerate("BAB", start=1):
-        source = ws.SafetensorsSource(build_checkpoint(name, variant))
-        with ws.WeightSender(source, [rig.engine]) as sender:
-            sender.sync(version)
-        rig.assert_serves(variant)
-    rig.close()
-
-
 def test_an_engine_that_cannot_be_updated_safely_is_refused_by_the_setting() -> None:
     from vllm import LLM
 
