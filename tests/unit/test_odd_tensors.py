@@ -3,6 +3,8 @@ size."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from toys import as_hex
@@ -69,6 +71,47 @@ def test_every_odd_tensor_arrives_as_it_is(
         sender.sync("zeros")
     source = StateDictSource(ODD)
     with WeightSender(source, [engine], mode=mode, bucket_bytes=bucket_bytes) as sender:
+        sender.sync("odd")
+    assert engine.tensors() == [expected(ODD)] * 3
+
+
+class Cut(StateDictSource):
+    """Its pieces come in halves, the last ones first, each in a batch of its own."""
+
+    def pieces(self, wanted=None):
+        for batch in super().pieces(wanted):
+            for row in reversed(range(batch.index.size)):
+                one = slice(row, row + 1)
+                half = batch.nbytes[one] // 2
+                for start, nbytes in ((half, batch.nbytes[one] - half), (half * 0, half)):
+                    yield dataclasses.replace(
+                        batch,
+                        index=batch.index[one],
+                        start=batch.start[one] + start,
+                        nbytes=nbytes,
+                        address=batch.address[one] + start,
+                    )
+
+
+@pytest.mark.parametrize("mode", ["staged", "streamed"])
+def test_pieces_arrive_in_any_order_and_cut(engine: ToyEngine, mode: str) -> None:
+    zeros = {name: torch.zeros_like(value) for name, value in ODD.items()}
+    with WeightSender(StateDictSource(zeros), [engine]) as sender:
+        sender.sync("zeros")
+    with WeightSender(Cut(ODD), [engine], mode=mode) as sender:
+        sender.sync("cut")
+    assert engine.tensors() == [expected(ODD)] * 3
+
+
+@pytest.mark.parametrize("mode", ["staged", "streamed"])
+def test_a_parameter_of_the_engine_that_was_made_anew_is_written_where_it_is_now(
+    engine: ToyEngine, mode: str
+) -> None:
+    values = {name: torch.zeros_like(value) for name, value in ODD.items()}
+    with WeightSender(StateDictSource(values), [engine], mode=mode) as sender:
+        sender.sync("zeros")
+        engine.set_faults({1: {"replaces": "layer.weight"}})
+        values.update(ODD)
         sender.sync("odd")
     assert engine.tensors() == [expected(ODD)] * 3
 

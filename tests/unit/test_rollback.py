@@ -132,6 +132,7 @@ def test_of_two_engines_one_goes_on_and_the_other_goes_back() -> None:
                 assert bad.tensors() == [as_hex(tensors(1))]
         # The second time, the other half was needed for what the good engine served.
         assert isinstance(failure.value, EnginePoisoned)
+        assert not any("restored" in note for note in getattr(failure.value, "__notes__", ()))
         source.update(tensors(4))
         sender.sync(4)
         assert good.tensors() == bad.tensors() == [as_hex(tensors(4))]

@@ -40,6 +40,7 @@ class FaultyTarget(ModuleTarget):
         apply_raises_once: the same, for the next update alone
         stream_raises: text of a refusal before anything is taken in
         only_staged: updates cannot be streamed
+        replaces: name of a parameter that is made anew before the next update is taken in
         apply_kills: SIGKILL of this process, after half of the tensors were written
         verify_kills: SIGKILL of this process instead of an answer
         verify_waits: path of a file that must be there before anything is taken in
@@ -63,6 +64,12 @@ class FaultyTarget(ModuleTarget):
     def _spoiled(
         self, take: Callable[[Incoming], NDArray[np.uint64]], incoming: Incoming
     ) -> NDArray[np.uint64]:
+        if (name := self.faults.pop("replaces", None)) is not None:
+            parent, _, leaf = name.rpartition(".")
+            module = self._module.get_submodule(parent)
+            old = module.get_parameter(leaf)
+            module.register_parameter(leaf, torch.nn.Parameter(old.clone(), requires_grad=False))
+            self._kept = old  # so that its place is not given to the new one
         if self.faults.get("verify_kills"):
             os.kill(os.getpid(), signal.SIGKILL)
         if "verify_waits" in self.faults:
