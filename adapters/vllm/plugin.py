@@ -7,6 +7,7 @@ A fault of ours must not stop a stranger's engine: nothing heavy is imported, an
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import multiprocessing
 import os
@@ -23,14 +24,18 @@ log = logging.getLogger("weightsync.vllm")
 
 
 def register() -> None:
-    """Make ``weight_transfer_config={"backend": "weightsync"}`` known to vLLM."""
+    """Make ``weight_transfer_config={"backend": "weightsync"}`` known to vLLM, with the class that
+    fits its hook. An older vLLM has no such hook, or takes only its own backends' names there: its
+    workers are extended instead (`weightsync.adapters.vllm.worker_extension`)."""
     try:
         _name_engine()
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+        given = inspect.signature(WeightTransferEngineFactory.create_engine).parameters
+        backend = "WeightSyncBackend" if "vllm_config" in given else "OlderHookBackend"
         with contextlib.suppress(ValueError):  # plugins are loaded more than once
             WeightTransferEngineFactory.register_engine(
-                BACKEND, "weightsync.adapters.vllm.backend", "WeightSyncBackend"
+                BACKEND, "weightsync.adapters.vllm.backend", backend
             )
     except Exception:
         log.exception("weightsync is not available in this vLLM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from weightsync.adapters.vllm import reload, trace
 from weightsync.adapters.vllm.guard import Mark
 from weightsync.adapters.vllm.limits import unsupported
-from weightsync.errors import UpdateRefused
+from weightsync.adapters.vllm.support import unsupported_version
+from weightsync.errors import EnginePoisoned, UpdateRefused
 from weightsync.manifest import Manifest
 from weightsync.messages import Mode
 from weightsync.staging import Incoming
@@ -39,7 +41,7 @@ class VllmTarget:
         self._mark = Mark()
 
     def describe(self, manifest: Manifest, *, whole: bool) -> Description:
-        problems = unsupported(self._vllm_config)
+        problems = [*unsupported_version(), *unsupported(self._vllm_config)]
         if problems:
             return Description(tuple(problems))
         return trace.describe(self._vllm_config, manifest, whole=whole)
@@ -51,10 +53,30 @@ class VllmTarget:
         raise UpdateRefused("vLLM's loader takes whole tensors, not bytes as they come")
 
     def apply(self, weights: StagedWeights) -> ApplyReport:
-        seconds = reload.reload_whole(
-            self._model, self._vllm_config.model_config, weights.tensors()
-        )
+        from vllm.config import set_current_vllm_config
+
+        taken: list[str] = []
+        # Some hooks of some versions set vLLM's current configuration around this, others do not.
+        with set_current_vllm_config(self._vllm_config):
+            seconds = reload.reload_whole(
+                self._model, self._vllm_config.model_config, _counted(weights.tensors(), taken)
+            )
+        self._check_all_updated(weights.manifest, taken)
         return ApplyReport(load_seconds=seconds)
+
+    def _check_all_updated(self, manifest: Manifest, taken: list[str]) -> None:
+        """The loader has asked for every tensor, and left no parameter without storage.
+
+        Raises:
+            EnginePoisoned: it has not; the weights are a mixture.
+        """
+        missed = [spec.name for spec in manifest.tensors[len(taken) :]]
+        missed += [name for name, param in self._model.named_parameters() if param.is_meta]
+        if missed:
+            raise EnginePoisoned(
+                f"the engine's loader left {len(missed)} tensor(s) as they were, first {missed[0]}",
+                remedy="send a full update",
+            )
 
     def restore(self) -> None:
         reload.undo(self._model)
@@ -78,3 +100,12 @@ class VllmTarget:
         import vllm
 
         return TargetStatus(engine=f"vllm {vllm.__version__}", device=str(self._device))
+
+
+def _counted(
+    tensors: Iterable[tuple[str, torch.Tensor]], taken: list[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors; what the loader has asked for is noted."""
+    for name, tensor in tensors:
+        taken.append(name)
+        yield name, tensor

@@ -37,8 +37,7 @@ class Rig:
             enforce_eager=True,
             kv_cache_memory_bytes=64 << 20,
             seed=0,
-            weight_transfer_config={"backend": "weightsync"},
-            **options,
+            **{"weight_transfer_config": {"backend": "weightsync"}, **options},
         )
         self.engine = ws.engine(self.llm, name=name)
 

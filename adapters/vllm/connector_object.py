@@ -1,0 +1,178 @@
+"""A ``vllm.LLM`` of this process, from the trainer's side. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from weightsync.adapters.vllm.ways import EXTENSION, Offer, choose
+from weightsync.deadline import Deadline
+from weightsync.engines.base import PauseMode
+from weightsync.errors import ConnectError
+
+__all__ = ["VllmObject"]
+
+CHECK_SECONDS = 0.5
+"""How often a call into another process looks whether that is still alive."""
+
+
+class VllmObject:
+    """A ``vllm.LLM`` of this process. See `weightsync.engines.base.Engine`.
+
+    ``LLM`` takes steps only while its owner calls it. A sender is one more such call: it must not
+    run while another thread is in ``generate``. So nothing is in flight and there is nothing to
+    pause; requests that were enqueued but not run go on with the new weights.
+
+    Older ones do not report a weight version. Then `version` says what the workers know, where a
+    worker extension is there to be asked, else None; the receipt says it in any case.
+
+    Args:
+        llm: created with ``weight_transfer_config={"backend": "weightsync"}``, or, where that
+            vLLM takes only its own backends, with `weightsync`'s worker extension.
+        name: for messages.
+        extension: path of your own subclass of `WeightSyncWorkerExtension`, where the engine was
+            created with one.
+
+    Attributes:
+        way: into its workers, for messages (see `weightsync.adapters.vllm.ways`).
+
+    Raises:
+        ConnectError: it was created with neither; says the argument that would work.
+    """
+
+    in_process = True
+
+    def __init__(self, llm: Any, *, name: str | None = None, extension: str = EXTENSION) -> None:
+        self._llm = llm
+        self.name = name or f"vllm-llm-{id(llm):x}"
+        config = llm.llm_engine.vllm_config
+        offer = Offer(
+            backend=getattr(getattr(config, "weight_transfer_config", None), "backend", None),
+            extension=config.parallel_config.worker_extension_cls or None,
+            has_sessions=hasattr(llm, "start_draft_weight_update"),
+        )
+        way = choose(offer, self, extension)
+        if way is None:
+            argument = (
+                "weight_transfer_config={'backend': 'weightsync'}"
+                if offer.backend_would_work
+                else f"worker_extension_cls={EXTENSION!r}"
+            )
+            raise ConnectError(
+                f"this LLM was created with {offer.described}; none of them is weightsync's",
+                remedy=f"create it so: LLM(..., {argument})",
+            )
+        self._way = way
+        self.way = way.name
+        self._reports_version = hasattr(llm, "update_weight_version")
+        self.workers = int(llm.get_world_size())
+        self._multimodal = bool(config.model_config.multimodal_config)
+        # Where there is no KV connector, older ones call a reset that asks for it a failure.
+        self._connector = config.kv_transfer_config is not None
+        core = llm.llm_engine.engine_core
+        self._core = core
+        self._same_process = any(kind.__name__ == "InprocClient" for kind in type(core).__mro__)
+
+    def open_session(self, path: str, token: str, deadline: Deadline) -> None:
+        self._way.open_session(path, token, deadline)
+
+    def prepare(self, deadline: Deadline) -> None:
+        self._way.prepare(deadline)
+
+    def is_paused(self, deadline: Deadline) -> bool:
+        return False
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Nothing to do, see the class."""
+
+    def resume(self, deadline: Deadline) -> None:
+        """Nothing to do, see the class."""
+
+    def begin(self, deadline: Deadline) -> None:
+        self._way.begin(deadline)
+
+    def apply(self, update_id: str, deadline: Deadline) -> None:
+        self._way.apply(update_id, deadline)
+
+    def finish(self, deadline: Deadline) -> None:
+        self._way.finish(deadline)
+
+    def adopt_session(self, is_open: bool) -> None:
+        self._way.adopt_session(is_open)
+
+    def set_version(self, version: str, deadline: Deadline) -> None:
+        """Nothing, where this vLLM reports no version."""
+        if self._reports_version:
+            self._run(deadline, self._llm.update_weight_version, version)
+
+    def version(self, deadline: Deadline) -> str | None:
+        if not self._reports_version:
+            return self._way.version(deadline)
+        return str(self._run(deadline, self._llm.get_weight_version))
+
+    def reset_caches(self, deadline: Deadline, *, recompute: bool) -> None:
+        while not self._run(deadline, self._llm.reset_prefix_cache, recompute, self._connector):
+            deadline.rest(0.05, f"{self.name} to reset its prefix cache")
+        if self._multimodal:
+            self._run(deadline, self._llm.reset_mm_cache)
+            self._run(deadline, self._llm.llm_engine.reset_encoder_cache)
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+    # --- calls ------------------------------------------------------------------------------
+
+    def call(self, name: str, body: dict[str, Any] | None, deadline: Deadline) -> Any:
+        """See `weightsync.adapters.vllm.ways.Caller`."""
+        return self._run(deadline, getattr(self._llm, name), *([] if body is None else [body]))
+
+    def rpc(self, method: str, arguments: list[str], deadline: Deadline) -> list[Any]:
+        """See `weightsync.adapters.vllm.ways.Caller`."""
+
+        def collective_rpc() -> Any:
+            return self._llm.collective_rpc(method, args=tuple(arguments))
+
+        return list(self._run(deadline, collective_rpc))
+
+    def _run(self, deadline: Deadline, call: Callable[..., Any], *arguments: Any) -> Any:
+        """A call into vLLM, with a deadline and a typed error.
+
+        vLLM waits for its core without a deadline, and for ever if it dies at the wrong moment. So
+        where the core is another process, it is waited for on a thread that can be left behind;
+        where it is this one, the call is the work itself, and runs here.
+        """
+        outcome: list[Any] = []
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                outcome.append(call(*arguments))
+            except BaseException as error:
+                failure.append(error)
+
+        if self._same_process:
+            run()
+        else:
+            self._wait(deadline, threading.Thread(target=run, daemon=True), call.__name__)
+        if failure:
+            error = failure[0]
+            if not isinstance(error, Exception):
+                raise error
+            raise ConnectError(
+                f"{self.name} failed in {call.__name__}: {type(error).__name__}: {error}",
+                remedy="see the engine's log",
+            ) from error
+        return outcome[0]
+
+    def _wait(self, deadline: Deadline, thread: threading.Thread, name: str) -> None:
+        thread.start()
+        while thread.is_alive():
+            thread.join(min(CHECK_SECONDS, deadline.remaining(f"{self.name} to answer {name}")))
+            if thread.is_alive() and getattr(self._core.resources, "engine_dead", False):
+                # It was alive a moment ago: what it has answered may still be on its way.
+                thread.join(CHECK_SECONDS)
+                if thread.is_alive():
+                    raise ConnectError(
+                        f"{self.name}'s core has died", remedy="start the engine anew"
+                    )
