@@ -117,6 +117,10 @@ UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
         lambda s: s.update({"model.norm.weight": s["model.norm.weight"].half()}),
         "dtype: model.norm.weight",
     ),
+    "untied head": (
+        lambda s: s.update({"lm_head.weight": s["lm_head.weight"] + 1}),
+        "duplicate: lm_head.weight: is the same memory in the engine",
+    ),
     "too many heads": (more_heads, "shape: model.layers.1.self_attn.q_proj.weight"),
 }
 
