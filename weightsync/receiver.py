@@ -162,6 +162,18 @@ class Receiver:
         with self._lock:
             self._session_open = False
 
+    def overwrite(self) -> None:
+        """Whole weights are about to come another way. A sender that holds this worker loses it:
+        what it knows of the weights is no longer so."""
+        self.close()
+        with self._lock:
+            self._state.forget()
+
+    def poison(self, reason: str) -> None:
+        """The weights may be a mixture, whatever brought them there: refuse until a full update
+        cures it."""
+        self._poison(reason)
+
     def close(self) -> None:
         """Leave the sender and give everything back."""
         with self._lock:

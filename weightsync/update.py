@@ -118,6 +118,11 @@ class UpdateState:
         """The worker may hold a mixture. Allowed at any time."""
         self.phase, self.poisoned = Phase.POISONED, reason
 
+    def forget(self) -> None:
+        """The weights came another way, whole: nothing is in progress, and no version is known."""
+        self.phase, self.update_id, self._pending = Phase.IDLE, None, None
+        self.version = self.poisoned = None
+
     def expect(self, update_id: str, phase: Phase) -> None:
         """Check that this very update stands at ``phase``.
 

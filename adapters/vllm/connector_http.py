@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from weightsync.adapters.vllm.limits import check_quantization
 from weightsync.adapters.vllm.ways import EXTENSION, Offer, choose
 from weightsync.deadline import Deadline
 from weightsync.engines.base import PauseMode
@@ -36,8 +37,8 @@ class VllmServer:
         way: into its workers, for messages (see `weightsync.adapters.vllm.ways`).
 
     Raises:
-        ConnectError: nobody answers there, or the server lacks a flag; says the exact command that
-            would work.
+        ConnectError: nobody answers there, or the server lacks a flag, and says the exact command
+            that would work; or it is quantized in a way that was not shown to work.
     """
 
     in_process = False
@@ -151,12 +152,14 @@ class VllmServer:
                 remedy="start it so, with your other flags added: "
                 + self._command(model, extend=not offer.backend_would_work),
             )
+        model_config = config.get("model_config") or {}
+        check_quantization(f"the server at {self._url}", model_config.get("quantization"))
         self._way = way
         self.way = way.name
         self.workers = size
         self._reports_version = self._has_route("/weight_info", deadline)
         self._connector = config.get("kv_transfer_config") is not None
-        self._multimodal = bool((config.get("model_config") or {}).get("multimodal_config"))
+        self._multimodal = bool(model_config.get("multimodal_config"))
 
     def _model(self) -> str:
         """What the server serves, for messages."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from weightsync.adapters.vllm.limits import check_quantization
 from weightsync.adapters.vllm.ways import EXTENSION, Offer, choose
 from weightsync.deadline import Deadline
 from weightsync.engines.base import PauseMode
@@ -38,7 +39,8 @@ class VllmObject:
         way: into its workers, for messages (see `weightsync.adapters.vllm.ways`).
 
     Raises:
-        ConnectError: it was created with neither; says the argument that would work.
+        ConnectError: it was created with neither, and says the argument that would work; or it
+            is quantized in a way that was not shown to work.
     """
 
     in_process = True
@@ -63,6 +65,7 @@ class VllmObject:
                 f"this LLM was created with {offer.described}; none of them is weightsync's",
                 remedy=f"create it so: LLM(..., {argument})",
             )
+        check_quantization("this LLM", config.model_config.quantization)
         self._way = way
         self.way = way.name
         self._reports_version = hasattr(llm, "update_weight_version")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weightsync.adapters.vllm.target import VllmTarget
@@ -12,6 +12,7 @@ from weightsync.box import Box, union_numel
 from weightsync.errors import EnginePoisoned, PlanRefused, Problem, UpdateRefused
 from weightsync.handles import OpenedHandle, open_handle
 from weightsync.manifest import Manifest, TensorSpec
+from weightsync.receiver import Receiver
 from weightsync.target import Description
 
 __all__ = ["HandleUpdate"]
@@ -53,13 +54,14 @@ class HandleUpdate:
         self._describe(manifest)
         self._expected = frozenset(manifest.tensors)
 
-    def run(self, handles: Any, device_id: str, *, before_apply: Callable[[], object]) -> None:
+    def run(self, handles: Any, device_id: str, receiver: Receiver) -> None:
         """Apply what this worker's handle points at.
 
         Args:
             handles: by device id.
             device_id: of this worker.
-            before_apply: called once all is proven, right before the first weight changes.
+            receiver: of this worker; told once all is proven, right before the first weight
+                changes.
 
         Raises:
             UpdateRefused: there is no handle for this worker, or other tensors than were expected.
@@ -78,8 +80,8 @@ class HandleUpdate:
             self._check(opened.manifest)
             opened.prove()
             self._check_tied(opened)
-            before_apply()
-            self._apply(opened)
+            receiver.overwrite()
+            self._apply(opened, receiver)
 
     def _check(self, manifest: Manifest) -> None:
         if self._expected is not None and self._expected != frozenset(manifest.tensors):
@@ -135,13 +137,13 @@ class HandleUpdate:
                     f"{union_numel(taken)} elements",
                 )
 
-    def _apply(self, opened: OpenedHandle) -> None:
+    def _apply(self, opened: OpenedHandle, receiver: Receiver) -> None:
         try:
             self._target.apply(opened.weights())
         except Exception as error:
             reason = f"an update from handles failed while it was applied: {error}"
-            self._target.refuse(reason)
             self._target.restore()
+            receiver.poison(reason)
             raise EnginePoisoned(
                 reason, remedy="send a full update: it cures the engine without a restart"
             ) from error

@@ -5,13 +5,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsync.errors import Problem
+from weightsync.errors import ConnectError, Problem
 
-__all__ = ["quantizes_shown", "unsupported"]
+__all__ = ["check_quantization", "quantizes_shown", "unsupported"]
 
 SHOWN = frozenset({"fp8_per_channel"})
 """Quantizations that vLLM does itself while it loads, of which a reload was seen to equal a fresh
 start. Dense models only: no engine at hand starts with quantized experts."""
+
+
+WHY_NOT = (
+    "an update of weights in this format was not shown to equal a fresh load, and one of int8 "
+    "weights was seen to serve garbage"
+)
+
+
+def check_quantization(engine: str, name: str | None) -> None:
+    """Asked at connect, from the trainer's side, where only the setting is known.
+
+    Args:
+        name: of the engine's quantization, or None.
+
+    Raises:
+        ConnectError: it is none that was shown to work.
+    """
+    if name is not None and name not in SHOWN:
+        raise ConnectError(
+            f"{engine} runs with quantization={name}: {WHY_NOT}",
+            remedy=f"start it without quantization, or with {', '.join(sorted(SHOWN))}, which was "
+            "shown for dense models",
+        )
 
 
 def unsupported(vllm_config: Any) -> list[Problem]:
@@ -26,11 +49,7 @@ def unsupported(vllm_config: Any) -> list[Problem]:
         name = getattr(vllm_config.quant_config, "get_name", lambda: model.quantization)()
         if name == "online":  # vLLM's word for all that it quantizes itself while it loads
             name = model.quantization
-        refuse(
-            f"quantization={name}",
-            "an update of weights in this format was not shown to equal a fresh load, and one of "
-            "int8 weights was seen to serve garbage",
-        )
+        refuse(f"quantization={name}", WHY_NOT)
     if vllm_config.speculative_config is not None:
         refuse("speculative_config", "the draft model would keep its old weights")
     if vllm_config.lora_config is not None:

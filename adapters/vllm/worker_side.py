@@ -42,11 +42,11 @@ class WorkerSide:
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
         parallel = vllm_config.parallel_config
         self.device = next(model.parameters()).device
-        self._rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._world_size = parallel.world_size * parallel.data_parallel_size
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        world_size = parallel.world_size * parallel.data_parallel_size
         self._target = VllmTarget(model, vllm_config, self.device)
-        self._receiver = self._new_receiver()
-        self._handles = HandleUpdate(self._target, self._world_size)
+        self._receiver = Receiver(self._target, rank=rank, world_size=world_size)
+        self._handles = HandleUpdate(self._target, world_size)
         self.last_error: str | None = None
 
     def join(self, path: str, session: str) -> bool:
@@ -86,16 +86,10 @@ class WorkerSide:
         return host_id()
 
     def update_from_handles(self, handles: Any) -> bool:
-        """See `HandleUpdate.run`. A sender that holds this worker loses it: what it knows of the
-        weights is no longer so."""
-
-        def replace_receiver() -> None:
-            self._receiver.close()
-            self._receiver = self._new_receiver()
-
+        """See `HandleUpdate.run`. A sender that holds this worker loses it."""
         return self._quietly(
             "update_weights_from_ipc_handles",
-            lambda: self._handles.run(handles, self.device_id(), before_apply=replace_receiver),
+            lambda: self._handles.run(handles, self.device_id(), self._receiver),
         )
 
     def close(self) -> None:
@@ -107,9 +101,6 @@ class WorkerSide:
         target = getattr(self, "_target", None)
         if target is not None:
             target.close()
-
-    def _new_receiver(self) -> Receiver:
-        return Receiver(self._target, rank=self._rank, world_size=self._world_size)
 
     def _quietly(self, what: str, action: Callable[[], object]) -> bool:
         try:

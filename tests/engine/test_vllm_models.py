@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import weightsync as ws
 from weightsync.adapters.vllm import reload, trace
-from weightsync.errors import PlanRefused, UpdateError
+from weightsync.errors import ConnectError, UpdateError
 from weightsync.plan.trace import trace_loader
 from weightsync.testing import (
     LONG_PROMPT,
@@ -339,9 +339,7 @@ def test_what_vllm_quantizes_to_fp8_while_it_loads_equals_a_fresh_start(name: st
 def test_a_quantized_engine_is_refused_by_name_and_serves_on(quantization: str) -> None:
     with served("qwen2", dtype="bfloat16", quantization=quantization) as engine:
         before = engine.everything()
-        with pytest.raises(PlanRefused, match="not shown to equal a fresh load") as refusal:
+        with pytest.raises(ConnectError, match="not shown to equal a fresh load") as refusal:
             engine.sync("B")
-        (problem,) = refusal.value.problems
-        assert (problem.kind, problem.name) == ("engine", f"quantization={quantization}")
-        assert refusal.value.remedy
+        assert f"quantization={quantization}" in str(refusal.value) and refusal.value.remedy
         assert engine.everything() == before

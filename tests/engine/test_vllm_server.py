@@ -376,6 +376,19 @@ def test_the_example_script_trains_and_syncs(rig: Rig) -> None:
     assert rig.version() == "3"
 
 
+def test_an_update_of_a_sleeping_engine_ends_and_is_served_when_it_wakes(rig: Rig) -> None:
+    """Sleep is bookkeeping on the CPU: its weights stay where they are."""
+    rig.sync("A", "A")
+    with httpx.Client(base_url=rig.server.url, timeout=30, trust_env=False) as client:
+        client.post("/sleep?level=1").raise_for_status()
+        assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+        rig.sync("B", "B")
+        assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+        client.post("/wake_up").raise_for_status()
+    assert rig.version() == "B"
+    rig.assert_serves("B")
+
+
 def test_an_older_sender_learns_that_it_was_superseded(rig: Rig) -> None:
     old = ws.WeightSender(ws.ModuleSource(rig.models["A"]), [rig.engine])
     old.sync("old")

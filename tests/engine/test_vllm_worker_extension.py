@@ -15,7 +15,7 @@ from test_vllm_in_process import PROMPTS, Rig
 import weightsync as ws
 from weightsync.adapters.vllm.ways import EXTENSION
 from weightsync.deadline import Deadline
-from weightsync.errors import PlanRefused
+from weightsync.errors import PlanRefused, UpdateRefused
 from weightsync.handles import ExportedHandles, export_handles, host_id, state_dict_info
 from weightsync.target import StagedWeights
 
@@ -237,6 +237,10 @@ def test_a_load_that_fails_half_way_poisons_and_either_way_cures(
             assert rig.take(exported), rig.error()
     if cure == "sender":
         with rig.sender("A") as sender:
+            with pytest.raises(UpdateRefused, match="full update"):
+                sender.sync("a part", only=["model.norm.weight"])
+            with pytest.raises(Exception, match="weightsync: this engine may hold a mixture"):
+                rig.rollouts(PROMPTS)
             sender.sync("cured")
     rig.assert_serves("A")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from weightsync.adapters.vllm.limits import unsupported
+from weightsync.adapters.vllm.limits import check_quantization, unsupported
+from weightsync.errors import ConnectError
 
 
 def config(**changes: Any) -> SimpleNamespace:
@@ -64,3 +65,15 @@ def test_an_ordinary_engine_is_not_refused(executor: str | None) -> None:
 def test_each_setting_is_refused_by_name(changes: dict[str, Any], setting: str) -> None:
     problems = unsupported(config(**changes))
     assert [(problem.kind, problem.name) for problem in problems] == [("engine", setting)]
+
+
+@pytest.mark.parametrize("name", ["fp8", "awq", "gptq", "compressed-tensors", "int8", ""])
+def test_a_quantization_that_was_not_shown_is_refused_at_connect(name: str) -> None:
+    with pytest.raises(ConnectError, match=f"^the server runs with quantization={name}:") as error:
+        check_quantization("the server", name)
+    assert "fp8_per_channel" in str(error.value.remedy)
+
+
+@pytest.mark.parametrize("name", [None, "fp8_per_channel"])
+def test_no_quantization_and_a_shown_one_are_not(name: str | None) -> None:
+    check_quantization("the server", name)
