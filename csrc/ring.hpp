@@ -14,6 +14,7 @@
 
 #include "kernels.hpp"
 #include "ring_layout.hpp"
+#include "ring_stores.hpp"
 #include "ring_wait.hpp"
 
 namespace weightsync {
@@ -56,6 +57,7 @@ class RingWriter {
     const bool carries_bytes_;
     const uint64_t chunk_;
     const Kernels kernels_;
+    StoreChoice stores_;
     uint64_t head_ = 0;
     uint64_t update_ = 0;
     uint64_t tensors_ = 0;

@@ -33,6 +33,7 @@ RingWriter::RingWriter(void* base, uint64_t nbytes, uint32_t readers, uint64_t c
 uint64_t RingWriter::begin(uint64_t tensors) {
     tensors_ = tensors;
     chunks_ = 0;
+    stores_.begin();
     sums_.assign(shares() * tensors, Sums{});
     for (uint32_t i = 0; i < readers_; ++i) {
         tails_[i] = head_;
@@ -56,11 +57,12 @@ void RingWriter::push(const std::vector<Span>& spans, const WaitLimits& limits) 
             const uint32_t share = static_cast<uint32_t>(chunks_++ % shares());
             const uint64_t record = kLineBytes + (carries_bytes_ ? padded(part.nbytes) : 0);
             uint8_t* at = reserve(record, limits);
-            // The ring's readers are next: its lines stay in cache. The arena is too large for that.
-            Write write = Write::cached;
+            Write write;
             if (carries_bytes_) {
                 part.destination = at + kLineBytes;
+                write = stores_.next(part.nbytes);
             } else {
+                // The arena is too large for a cache.
                 part.destination += done;
                 write = streaming_write(part.nbytes);
             }
@@ -70,6 +72,7 @@ void RingWriter::push(const std::vector<Span>& spans, const WaitLimits& limits) 
             if (write == Write::streaming) finish_streaming();
             put_header(at, RecordKind::data, part, share);
             publish(record);
+            if (carries_bytes_) stores_.wrote(part.nbytes);
         }
     }
     wake_readers(true);
