@@ -7,7 +7,14 @@ import torch
 from test_vllm_in_process import Rig
 
 import weightsync as ws
-from weightsync.errors import EnginePoisoned, PlanRefused, RolledBack, SourceError, UpdateRefused
+from weightsync.errors import (
+    EnginePoisoned,
+    ManifestError,
+    PlanRefused,
+    RolledBack,
+    SourceError,
+    UpdateRefused,
+)
 from weightsync.target import StagedWeights
 from weightsync.testing import PROMPTS, load_trainer, score
 
@@ -187,3 +194,30 @@ def test_a_part_does_not_cure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None
             rig.rollouts(PROMPTS)
         sender.sync("B")
     rig.assert_serves("B")
+
+
+@pytest.mark.parametrize("case", ["duplicate name", "no tensor", "no tensor declared"])
+def test_what_is_no_update_is_refused_before_anything_moves(rig: Rig, case: str) -> None:
+    with rig.sender("A") as sender:
+        sender.sync("A")
+    before = rig.rollouts(PROMPTS)
+    state = dict(rig.models["B"].state_dict())
+    only = None
+    if case == "duplicate name":
+        state["_orig_mod.model.norm.weight"] = state["model.norm.weight"].clone()
+    elif case == "no tensor":
+        state.clear()
+    else:
+        only = []
+    moved: list[int] = []
+    with (
+        ws.WeightSender(
+            ws.StateDictSource(state), [rig.engine], on_progress=lambda n, _: moved.append(n)
+        ) as sender,
+        pytest.raises((ManifestError, SourceError)) as refusal,
+    ):
+        sender.sync("B", only=only)
+    if case == "duplicate name":
+        assert "'model.norm.weight'" in str(refusal.value)
+    assert refusal.value.remedy and not moved
+    assert rig.rollouts(PROMPTS) == before and rig.llm.get_weight_version() == "A"
