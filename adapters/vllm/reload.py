@@ -20,14 +20,15 @@ Measured on vLLM 0.23, 0.26 and 0.32.
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from weightsync.adapters.vllm.loaders import recorded
 from weightsync.errors import UpdateError
 
 __all__ = ["reload_whole", "undo", "units"]
@@ -37,6 +38,7 @@ def reload_whole(
     model: torch.nn.Module,
     model_config: Any,
     tensors: Iterable[tuple[str, torch.Tensor]],
+    destinations: frozenset[str],
 ) -> float:
     """Load checkpoint tensors into a live model: all of them, or whole `units` of it.
 
@@ -45,12 +47,13 @@ def reload_whole(
         model_config: vLLM's, for layers that are processed last.
         tensors: must stay valid until this returns; layerwise reload keeps views of them until a
             layer is whole.
+        destinations: names of all parameters that these tensors go to, from the trace.
 
     Returns:
         Seconds, all of them the engine's own.
 
     Raises:
-        UpdateError: a layer got some of its parameters, but not all.
+        UpdateError: a layer got some of its parameters, but not all; or a parameter, nothing.
         Exception: whatever the engine's loader raises. After any, the model may be a mixture; see
             `undo`.
     """
@@ -62,13 +65,14 @@ def reload_whole(
     started = time.perf_counter()
     with torch.no_grad():
         initialize_layerwise_reload(model)
-        with _embeddings_in_place(model) as written, _unpadded(model):
+        with _embeddings_in_place(model) as embeddings, _unpadded(model):
             model.load_weights(tensors)  # type: ignore[operator]
             _check_complete(model)
+            _check_arrived(model, destinations, embeddings)
         # The record of what was loaded is gone after the end.
         experts = [layer for layer in _packed_experts(model) if _was_loaded(layer)]
         finalize_layerwise_reload(model, model_config)
-        _pack_embeddings(model, written)
+        _pack_embeddings(model, embeddings.written)
         for layer in experts:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
     return time.perf_counter() - started
@@ -160,6 +164,36 @@ def _check_complete(model: torch.nn.Module) -> None:
                 )
 
 
+def _check_arrived(
+    model: torch.nn.Module, destinations: frozenset[str], embeddings: _InPlace
+) -> None:
+    """Everything that was to be written, was: layerwise reload sees only what goes through a
+    parameter's ``weight_loader``, and puts the old tensors back where it has seen nothing.
+
+    Raises:
+        UpdateError: names the parameters that got nothing.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    missed = []
+    for layer_name, layer in model.named_modules(remove_duplicate=False):
+        info = get_layerwise_info(layer)
+        loaded = {name for name, _ in info.loaded_weights}
+        for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]:
+            full = f"{layer_name}.{name}" if layer_name else name
+            if tensor is None or full not in destinations:
+                continue
+            # A layer that is whole has been finished, and has no record any more.
+            finished = not info.can_load() and tensor not in embeddings.all
+            if not finished and name not in loaded and tensor not in embeddings.written:
+                missed.append(full)
+    if missed:
+        raise UpdateError(
+            f"the engine's loader wrote nothing to {len(missed)} parameter(s), first {missed[0]}",
+            remedy="report this model: its loader was seen to write them when it was traced",
+        )
+
+
 def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Unquantized embeddings and heads without a bias."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -177,19 +211,26 @@ def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _InPlace:
+    """Weights that are loaded in place: all of them, and those that were written to so far."""
+
+    all: frozenset[torch.Tensor]
+    written: set[torch.Tensor]
+
+
 @contextmanager
-def _embeddings_in_place(model: torch.nn.Module) -> Iterator[set[torch.nn.Parameter]]:
+def _embeddings_in_place(model: torch.nn.Module) -> Iterator[_InPlace]:
     """During the load, embeddings whose live weight has the layout it is loaded in are out of the
     reload: the engine's loader writes straight into them.
 
     Yields:
-        The weights that it wrote to. Known as layerwise reload knows it: their loader was called.
+        Their weights. What it wrote to is known as layerwise reload knows it: by the loader that
+        was called.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    written: set[torch.nn.Parameter] = set()
-    loaders: dict[torch.nn.Parameter, Callable[..., Any]] = {}
+    in_place: list[torch.Tensor] = []
     for layer in _embeddings(model):
         info = get_layerwise_info(layer)
         if not info.can_load() or info.kernel_tensors is None:
@@ -199,31 +240,15 @@ def _embeddings_in_place(model: torch.nn.Module) -> Iterator[set[torch.nn.Parame
             continue
         if (live.shape, live.stride(), live.dtype) == (fresh.shape, fresh.stride(), fresh.dtype):
             _put_back(layer)
-            if live not in loaders:
-                loaders[live] = getattr(live, "weight_loader", default_weight_loader)
-                live.weight_loader = _recording(loaders[live], live, written)
-    try:
-        yield written
-    finally:
-        for weight, loader in loaders.items():
-            weight.weight_loader = loader  # type: ignore[attr-defined]
+            in_place.append(live)
+    with recorded(in_place) as written:
+        yield _InPlace(frozenset(in_place), written)
 
 
-def _recording(
-    loader: Callable[..., Any], weight: torch.nn.Parameter, written: set[torch.nn.Parameter]
-) -> Callable[..., Any]:
-    @functools.wraps(loader)
-    def record(*arguments: Any, **options: Any) -> Any:
-        written.add(weight)
-        return loader(*arguments, **options)
-
-    return record
-
-
-def _pack_embeddings(model: torch.nn.Module, written: set[torch.nn.Parameter]) -> None:
+def _pack_embeddings(model: torch.nn.Module, written: set[torch.Tensor]) -> None:
     """Pack each of these weights once, for all layers that compute from it; only the CPU engine's
     layers have a packed copy."""
-    sharing: dict[torch.nn.Parameter, list[Any]] = {weight: [] for weight in written}
+    sharing: dict[torch.Tensor, list[Any]] = {weight: [] for weight in written}
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and layer.weight in sharing:
             sharing[layer.weight].append(layer)

@@ -39,12 +39,15 @@ class VllmTarget:
         self._vllm_config = vllm_config
         self._device = device
         self._mark = Mark()
+        self._destinations: dict[str, frozenset[str]] = {}
 
     def describe(self, manifest: Manifest, *, whole: bool) -> Description:
         problems = [*unsupported_version(), *unsupported(self._vllm_config)]
         if problems:
             return Description(tuple(problems))
-        return trace.describe(self._vllm_config, manifest, whole=whole)
+        found, destinations = trace.describe(self._vllm_config, manifest, whole=whole)
+        self._destinations = {manifest.hash: destinations}
+        return found
 
     def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
         return incoming.digest()
@@ -59,7 +62,10 @@ class VllmTarget:
         # Some hooks of some versions set vLLM's current configuration around this, others do not.
         with set_current_vllm_config(self._vllm_config):
             seconds = reload.reload_whole(
-                self._model, self._vllm_config.model_config, _counted(weights.tensors(), taken)
+                self._model,
+                self._vllm_config.model_config,
+                _counted(weights.tensors(), taken),
+                self._destinations[weights.manifest.hash],
             )
         self._check_all_updated(weights.manifest, taken)
         return ApplyReport(load_seconds=seconds)

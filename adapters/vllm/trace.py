@@ -11,6 +11,7 @@ import torch
 
 from weightsync.adapters.vllm import reload
 from weightsync.adapters.vllm.limits import quantizes_shown
+from weightsync.adapters.vllm.loaders import recorded
 from weightsync.errors import Problem
 from weightsync.manifest import Manifest
 from weightsync.plan.lint import lint
@@ -39,18 +40,29 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
         torch.set_default_dtype(before)
 
 
-def describe(vllm_config: Any, manifest: Manifest, *, whole: bool) -> Description:
+def describe(
+    vllm_config: Any, manifest: Manifest, *, whole: bool
+) -> tuple[Description, frozenset[str]]:
     """Trace the loader of this worker's model over a manifest. Called on the engine's thread:
     vLLM's current config is global.
 
     Args:
         whole: the manifest is meant to be all of the model, not a declared part.
+
+    Returns:
+        The description, and the names of all parameters that would be written.
     """
     from vllm.config import set_current_vllm_config
 
     twin = meta_twin(vllm_config)
-    with set_current_vllm_config(own_config(vllm_config)):
+    own = [*twin.named_parameters(remove_duplicate=False), *twin.named_buffers()]
+    with (
+        set_current_vllm_config(own_config(vllm_config)),
+        recorded(tensor for _, tensor in own) as through,
+    ):
         trace = trace_loader(twin, twin.load_weights, manifest)
+    destinations = frozenset(copy.parameter for copy in trace.copies)
+    seen = {trace.aliases.get(name, name) for name, tensor in own if tensor in through}
     packed = getattr(twin, "packed_modules_mapping", None) or {}
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     kept = twin.state_dict(keep_vars=True)
@@ -71,7 +83,11 @@ def describe(vllm_config: Any, manifest: Manifest, *, whole: bool) -> Descriptio
             for name in found.untouched
         ]
         found = dataclasses.replace(found, problems=(*found.problems, *noise))
-    return found
+    lost = [
+        Problem("loader", name, "is written past its weight_loader, where vLLM's reload loses it")
+        for name in sorted(destinations - seen)
+    ]
+    return dataclasses.replace(found, problems=(*found.problems, *lost)), destinations
 
 
 def own_config(vllm_config: Any) -> Any:

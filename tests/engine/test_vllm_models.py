@@ -104,7 +104,9 @@ class Served:
 
         def apply(model: torch.nn.Module) -> None:
             with set_current_vllm_config(self.config):
-                reload.reload_whole(model, self.config.model_config, iter(tensors.items()))
+                reload.reload_whole(
+                    model, self.config.model_config, iter(tensors.items()), frozenset()
+                )
 
         try:
             self.llm.apply_model(apply)
