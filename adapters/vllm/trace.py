@@ -66,7 +66,12 @@ def describe(
     packed = getattr(twin, "packed_modules_mapping", None) or {}
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     kept = twin.state_dict(keep_vars=True)
-    buffers = {name: kept[name] for name in kept.keys() - parameters.keys()}
+    # Attention layers set their own buffers (scales) after every load.
+    buffers = {
+        name: kept[name]
+        for name in kept.keys() - parameters.keys()
+        if not hasattr(twin.get_submodule(name.rpartition(".")[0]), "process_weights_after_loading")
+    }
     found = lint(
         trace,
         manifest,
