@@ -1,6 +1,6 @@
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: help setup demo test test-engine check compat bench
+.PHONY: help setup demo test test-engine check compat matrix bench
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -16,17 +16,20 @@ test-engine: setup ## tests that start real inference engines
 	$(PYTHON_BIN) -m pytest -m engine
 
 test: setup ## all tests, the fast ones first
-	$(PYTHON_BIN) -m pytest -m "not engine and not compat"
+	$(PYTHON_BIN) -m pytest -m "not engine and not compat and not matrix"
 	$(PYTHON_BIN) -m pytest -m engine
 
 check: setup ## format, lint, types, fast tests
 	$(PYTHON_BIN) -m ruff format --check .
 	$(PYTHON_BIN) -m ruff check .
 	$(PYTHON_BIN) -m mypy
-	$(PYTHON_BIN) -m pytest -m "not engine and not compat"
+	$(PYTHON_BIN) -m pytest -m "not engine and not compat and not matrix"
 
 compat: setup ## one live update on each supported vLLM release; makes their environments once (6 GB)
 	$(PYTHON_BIN) tests/compat/run.py
+
+matrix: setup ## every model family, in process, at TP=2 and over HTTP, by both ways in (25 minutes)
+	$(PYTHON_BIN) -m pytest -v -m matrix tests/matrix
 
 bench: setup ## every bench/bench_*.py, figures in build/bench
 	@mkdir -p build/bench

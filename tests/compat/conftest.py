@@ -1,25 +1,17 @@
 """Tests that run in several environments, each with another vLLM: `tests/compat/run`."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parent / "engine")]
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_LOGGING_LEVEL="WARNING",
-    TORCHDYNAMO_DISABLE="1",
-)
+from engine_settings import apply_settings, mark_below  # noqa: E402
+
+apply_settings()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.compat)
-            item.add_marker(pytest.mark.timeout(300))
+    mark_below(HERE, items, pytest.mark.compat, seconds=300)

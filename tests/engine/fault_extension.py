@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+from weightsync.adapters.vllm.worker_extension import WeightSyncWorkerExtension
 from weightsync.target import StagedWeights
 
 
@@ -29,3 +30,7 @@ class FaultExtension:
 
         StagedWeights.tensors = failing
         return "armed"
+
+
+class FaultyWorkerExtension(FaultExtension, WeightSyncWorkerExtension):
+    """A worker has one extension only: this is weightsync's own as well."""

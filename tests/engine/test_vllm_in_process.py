@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import weightsync as ws
+from weightsync.adapters.vllm.ways import EXTENSION
 from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused
 from weightsync.target import StagedWeights
 from weightsync.testing import (
@@ -22,9 +23,19 @@ TOLERANCE = 1e-5
 
 
 class Rig:
-    """One engine and both variants of its model."""
+    """One engine and both variants of its model.
 
-    def __init__(self, name: str, **options) -> None:
+    Args:
+        extension: path of the worker extension class by which the engine is recognized.
+        options: of ``LLM``.
+
+    Attributes:
+        tolerance: of log-probabilities.
+    """
+
+    tolerance = TOLERANCE
+
+    def __init__(self, name: str, *, extension: str = EXTENSION, **options) -> None:
         from vllm import LLM
 
         self.name = name
@@ -39,7 +50,7 @@ class Rig:
             seed=0,
             **{"weight_transfer_config": {"backend": "weightsync"}, **options},
         )
-        self.engine = ws.engine(self.llm, name=name)
+        self.engine = ws.engine(self.llm, name=name, extension=extension)
 
     def rollouts(self, prompts):
         from vllm import SamplingParams
@@ -54,7 +65,7 @@ class Rig:
         for prompts, tokens in ((PROMPTS, 64), ([LONG_PROMPT], 32)):
             comparison = score(self.models[variant], prompts, self.rollouts(prompts))
             assert comparison.greedy_matches == comparison.tokens == tokens, str(comparison)
-            assert comparison.max_abs_logprob_difference <= TOLERANCE, str(comparison)
+            assert comparison.max_abs_logprob_difference <= self.tolerance, str(comparison)
 
     def sender(self, variant: str, **options) -> ws.WeightSender:
         return ws.WeightSender(ws.ModuleSource(self.models[variant]), [self.engine], **options)

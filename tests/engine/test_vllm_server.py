@@ -14,9 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from engine_settings import python_path
 from servers import Server, shell_server, vllm_server
 
 import weightsync as ws
+from weightsync.adapters.vllm.ways import EXTENSION
 from weightsync.deadline import Deadline
 from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused, RolledBack, Superseded
 from weightsync.testing import (
@@ -37,11 +39,13 @@ HERE = Path(__file__).parent
 class Rig:
     """One server and both variants of its model."""
 
-    def __init__(self, name: str, server: Server) -> None:
+    tolerance = TOLERANCE
+
+    def __init__(self, name: str, server: Server, *, extension: str = EXTENSION) -> None:
         self.name = name
         self.server = server
         self.models = {variant: load_trainer(name, variant) for variant in "AB"}
-        self.engine = ws.connect(f"vllm+{server.url}")
+        self.engine = ws.connect(f"vllm+{server.url}", extension=extension)
 
     def rollouts(self, prompts):
         return [completions_rollouts(self.server.complete(p, 32))[0] for p in prompts]
@@ -50,7 +54,7 @@ class Rig:
         for prompts, tokens in ((PROMPTS, 64), ([LONG_PROMPT], 32)):
             comparison = score(self.models[variant], prompts, self.rollouts(prompts))
             assert comparison.greedy_matches == comparison.tokens == tokens, str(comparison)
-            assert comparison.max_abs_logprob_difference <= TOLERANCE, str(comparison)
+            assert comparison.max_abs_logprob_difference <= self.tolerance, str(comparison)
 
     def sync(self, variant: str, version: str) -> ws.Receipt:
         with ws.WeightSender(ws.ModuleSource(self.models[variant]), [self.engine]) as sender:
@@ -72,9 +76,9 @@ class Rig:
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     log = tmp_path_factory.mktemp("server") / f"{request.param}.log"
     extension = ("--worker-extension-cls", "fault_extension.FaultExtension")
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     checkpoint = build_checkpoint(request.param, "A")
-    with vllm_server(checkpoint, log, *BACKEND, *extension, env={"PYTHONPATH": path}) as server:
+    env = {"PYTHONPATH": python_path(HERE)}
+    with vllm_server(checkpoint, log, *BACKEND, *extension, env=env) as server:
         yield Rig(request.param, server)
 
 

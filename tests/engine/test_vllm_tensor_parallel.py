@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from engine_settings import python_path
 from test_vllm_in_process import Rig
 
 import weightsync as ws
@@ -17,17 +17,15 @@ from weightsync.errors import EnginePoisoned, PlanRefused
 class ParallelRig(Rig):
     """Workers inherit what they need to import the fault extension."""
 
-    def __init__(self, name: str) -> None:
-        here = str(Path(__file__).parent)
-        path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    def __init__(self, name: str, **options) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-            patch.setenv("PYTHONPATH", path)
+            patch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
             super().__init__(
                 name,
                 tensor_parallel_size=2,
-                worker_extension_cls="fault_extension.FaultExtension",
+                **{"worker_extension_cls": "fault_extension.FaultExtension", **options},
             )
 
     def fail_next_apply(self, rank: int, how: str) -> None:
