@@ -45,11 +45,13 @@ class _Taken:
     Attributes:
         tied: ``(position, position of another)`` that any worker holds as one memory.
         everywhere: those that all do.
+        also: ``(position, name)``: what else a tensor's memory is called in an engine.
         untouched: see `Agreed`.
     """
 
     tied: frozenset[tuple[int, int]]
     everywhere: frozenset[tuple[int, int]]
+    also: frozenset[tuple[int, str]]
     untouched: dict[str, tuple[str, ...]]
 
 
@@ -91,6 +93,7 @@ class Agreement:
         taken = self._taken.get((manifest.hash, whole))
         if taken is None:
             taken = self._announce(manifest, whole, deadline)
+        self._check_also(source, manifest, taken)
         twice = self._same(view, manifest, taken)
         if twice:
             names = frozenset(manifest.index).difference(twice)
@@ -124,6 +127,7 @@ class Agreement:
         ask_all(workers, layouts, Ack, deadline, fds=fds)
         ties: list[frozenset[tuple[int, int]]] = []
         untouched = {}
+        also: set[tuple[int, str]] = set()
         for engine in self._roster.engines:
             engine.prepare(deadline)
             mine = self._roster.of(engine)
@@ -131,13 +135,39 @@ class Agreement:
             pairs = [(worker.name, answer) for worker, answer in zip(mine, answers, strict=True)]
             check_descriptions(engine.name, manifest, pairs)
             ties += [_checked(worker, manifest, found) for worker, found in pairs]
+            also |= {pair for answer in answers for pair in answer.also}
             names = {name for answer in answers for name in answer.untouched}
             if names:
                 untouched[engine.name] = tuple(sorted(names))
         self._announced = (manifest.hash, whole)
-        taken = _Taken(frozenset().union(*ties), frozenset(ties[0]).intersection(*ties), untouched)
+        taken = _Taken(
+            frozenset().union(*ties),
+            frozenset(ties[0]).intersection(*ties),
+            frozenset(also),
+            untouched,
+        )
         self._taken[manifest.hash, whole] = taken
         return taken
+
+    def _check_also(self, source: Source, manifest: Manifest, taken: _Taken) -> None:
+        """Of a declared part: what else its tensors are called in an engine must be the same in the
+        trainer, or it would change without having been named.
+
+        Raises:
+            PlanRefused: it is not.
+        """
+        whole = source.manifest()
+        for index, name in sorted(taken.also):
+            if not 0 <= index < len(manifest):
+                raise ProtocolError(f"a worker described tensor {index}, which is not there")
+            one, other = manifest.tensors[index], whole.index.get(name)
+            if other is None or name == one.name:
+                continue
+            spec = whole.tensors[other]
+            equal = (spec.dtype, spec.shape) == (one.dtype, one.shape)
+            if not equal or not same_bytes(source, whole, whole.index[one.name], other):
+                detail = f"is the same memory in the engine as {name!r}, but has other bytes"
+                raise self._untied([Problem("duplicate", one.name, detail)])
 
     def _same(self, view: Source, manifest: Manifest, taken: _Taken) -> dict[str, str]:
         """Tensors that need not be sent, being the same bytes as another: ``{name: other}``.
@@ -156,13 +186,16 @@ class Agreement:
             detail = f"is the same memory in the engine as {two.name!r}, but has other bytes"
             problems.append(Problem("duplicate", one.name, detail))
         if problems:
-            raise PlanRefused(
-                ", ".join(engine.name for engine in self._roster.engines),
-                problems,
-                remedy="tie them in the trainer as well, or start the engine with "
-                "tie_word_embeddings=False (--hf-overrides), so that each has its own memory",
-            )
+            raise self._untied(problems)
         return same
+
+    def _untied(self, problems: Sequence[Problem]) -> PlanRefused:
+        return PlanRefused(
+            ", ".join(engine.name for engine in self._roster.engines),
+            problems,
+            remedy="tie them in the trainer as well, or start the engine with "
+            "tie_word_embeddings=False (--hf-overrides), so that each has its own memory",
+        )
 
     def _select(self, source: Source, names: frozenset[str], twice: dict[str, str]) -> Selection:
         """A view of some tensors, with what it has worked out before."""

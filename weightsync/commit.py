@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from weightsync.control import Worker, ask_all, gather, lost
+from weightsync.control import Worker, ask_all, gather, lost, tell_all
 from weightsync.deadline import Deadline
 from weightsync.engines.base import Engine, PauseMode
 from weightsync.errors import (
@@ -23,6 +23,7 @@ from weightsync.errors import (
     Superseded,
     UpdateAborted,
     WeightSyncError,
+    reason_of,
 )
 from weightsync.messages import Abort, Ack, Applied, Arm, Commit, Digests, Poison, Resumed
 from weightsync.receipt import EngineReceipt, WorkerReceipt
@@ -31,8 +32,9 @@ __all__ = ["Flip", "end_requests", "release_pause"]
 
 log = logging.getLogger("weightsync.sender")
 
-SETTLE_SECONDS = 30.0
-"""What a failed update may still take to leave the engine in a defined state."""
+SETTLE_SECONDS = 10.0
+"""What each step may take that leaves the engine of a failed update in a defined state: telling its
+workers, closing its update session, ending its requests."""
 
 
 class _Clock:
@@ -115,7 +117,7 @@ class Flip:
                 raise
             raise UpdateAborted(
                 f"{engine.name}: update {self._update_id} was aborted before anything was applied; "
-                f"it serves what it served before. {error}"
+                f"it serves what it served before. {reason_of(error)}"
             ) from error
 
     def leave(self, error: BaseException) -> None:
@@ -124,14 +126,14 @@ class Flip:
         Raises:
             Superseded: a newer sender holds the engine, which is left alone.
         """
-        _raise_if_superseded(self.workers, error)
-        poisoned = any(worker.status.poisoned for worker in self.workers)
+        _raise_if_superseded(self.engine, self.workers, error)
+        poisoned = any(worker.status.poisoned is not None for worker in self.workers)
         _unwind(
             self.engine,
             self.workers,
             self._update_id,
             resume=self._ours and not poisoned,
-            reason=str(error),
+            reason=reason_of(error),
         )
 
     def apply(self) -> None:
@@ -207,19 +209,20 @@ class Flip:
         Raises:
             Superseded: a newer sender holds the engine, which is left alone.
         """
-        _raise_if_superseded(self.workers, error)
+        _raise_if_superseded(self.engine, self.workers, error)
+        reason = reason_of(error)
         _poison(
             self.engine,
             self.workers,
             self._update_id,
-            str(error),
+            reason,
             keep_requests=self._keep_requests,
         )
         for worker in self.workers:
-            worker.is_now(poisoned=str(error))
+            worker.is_now(poisoned=reason)
         return EnginePoisoned(
             f"{self.engine.name}: update {self._update_id} failed while it was applied; the engine "
-            f"may hold a mixture of versions and refuses requests. {error}",
+            f"may hold a mixture of versions and refuses requests. {reason}",
             remedy="sync a full update: it cures the engine without a restart",
         )
 
@@ -243,7 +246,9 @@ def _go_on(
     clock: _Clock,
     deadline: Deadline,
 ) -> None:
-    """All is applied: the version counts, and the engine goes on. Tried twice; never poisons."""
+    """All is applied: the version counts, and the engine goes on. Tried twice, also when it is
+    interrupted; never poisons."""
+    interrupt: BaseException | None = None
     for last in (False, True):
         try:
             _still_ours(workers)
@@ -254,17 +259,23 @@ def _go_on(
                     _still_ours(workers)
                     engine.resume(deadline)
                     release_pause(workers, update_id, deadline)
-            return
-        except Exception as error:
-            _raise_if_superseded(workers, error)
+            break
+        except BaseException as error:
+            _raise_if_superseded(engine, workers, error)
+            if not isinstance(error, Exception):
+                interrupt = error
             if last:
+                if interrupt is not None:
+                    raise interrupt from error
                 raise NotResumed(
                     f"{engine.name}: update {update_id} is applied and proven on every worker, but "
                     f"the engine could not be told so: {error}",
                     remedy="sync again: it sets the version and resumes; the weights are whole",
                 ) from error
-            log.warning("%s, once more: %s", engine.name, error)
+            log.warning("%s, once more: %s", engine.name, reason_of(error))
             deadline = Deadline.after(SETTLE_SECONDS)
+    if interrupt is not None:
+        raise interrupt
 
 
 def _still_ours(workers: Sequence[Worker]) -> None:
@@ -281,9 +292,10 @@ def _still_ours(workers: Sequence[Worker]) -> None:
         raise PeerLost(f"{gone} has hung up")
 
 
-def _raise_if_superseded(workers: Sequence[Worker], error: BaseException) -> None:
-    """An engine that a newer sender holds is left alone altogether."""
-    if isinstance(error, Superseded):
+def _raise_if_superseded(engine: Engine, workers: Sequence[Worker], error: BaseException) -> None:
+    """An engine that a newer sender holds is left alone altogether; that another one is held says
+    nothing of this one."""
+    if isinstance(error, Superseded) and error.engine in (None, engine.name):
         raise error
     lost(workers)
 
@@ -319,10 +331,12 @@ def _poison(
     """Something may have been applied: all workers refuse together, and nobody is left hanging."""
     deadline = Deadline.after(SETTLE_SECONDS)
     message = Poison(update_id=update_id, reason=reason[:1000])
-    for worker in workers:
-        one = [worker]
-        _try(lambda one=one: ask_all(one, message, Ack, deadline, belongs_to=update_id))  # type: ignore[misc]
-    _try(lambda: engine.finish(deadline))
+    each = [[worker] for worker in workers]
+    # All are told before any is waited for: one that stands still must not keep it from the others.
+    told = [one for one in each if _try(lambda one=one: tell_all(one, message, deadline))]  # type: ignore[misc]
+    for one in told:
+        _try(lambda one=one: gather(one, Ack, deadline, belongs_to=update_id, of="poison"))  # type: ignore[misc]
+    _try(lambda: engine.finish(Deadline.after(SETTLE_SECONDS)))
     if not keep_requests:
         end_requests(engine)
 
@@ -332,8 +346,11 @@ def end_requests(engine: Engine) -> None:
     _try(lambda: engine.pause("abort", Deadline.after(SETTLE_SECONDS)))
 
 
-def _try(action: Callable[[], object]) -> None:
+def _try(action: Callable[[], object]) -> bool:
+    """Whether it went well."""
     try:
         action()
     except Exception as error:
         log.warning("while settling a failed update: %s", error)
+        return False
+    return True

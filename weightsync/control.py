@@ -289,6 +289,7 @@ def _refuse(worker: Worker, message: Refused) -> None:
         raise Superseded(
             f"{worker.name}: {message.reason}",
             remedy="only one sender at a time; close this one, or create it anew to take over",
+            engine=worker.engine,
         )
     raise UpdateRefused(f"{worker.name} refused {message.of!r}: {message.reason}")
 

@@ -52,6 +52,7 @@ __all__ = [
     "UpdateError",
     "UpdateRefused",
     "WeightSyncError",
+    "reason_of",
 ]
 
 
@@ -235,4 +236,19 @@ class NotResumed(UpdateError):
 
 
 class Superseded(UpdateError):
-    """A newer sender has taken this engine over; this sender can do nothing more."""
+    """A newer sender has taken this engine over; this sender can do nothing more.
+
+    Attributes:
+        engine: that was taken over, or None where it is known of all.
+    """
+
+    def __init__(
+        self, message: str, *, remedy: str | None = None, engine: str | None = None
+    ) -> None:
+        super().__init__(message, remedy=remedy)
+        self.engine = engine
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, and its class where it says nothing, as an interrupt does."""
+    return str(error) or type(error).__name__

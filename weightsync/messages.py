@@ -147,6 +147,8 @@ class Described(Message, frozen=True, tag="described"):
         problems: empty when it fits.
         partial: the boxes taken of tensors that are not taken whole.
         tied: ``(position, position of another)`` of tensors that are one memory in the engine.
+        also: ``(position, name)``: what else a tensor's memory is called in the engine, where no
+            tensor of that name comes.
         untouched: persistent buffers of the engine that no tensor goes to.
         seconds: that looking took.
     """
@@ -156,6 +158,7 @@ class Described(Message, frozen=True, tag="described"):
     problems: tuple[WireProblem, ...]
     partial: tuple[Partial, ...]
     tied: tuple[tuple[int, int], ...]
+    also: tuple[tuple[int, str], ...]
     untouched: tuple[str, ...]
     seconds: float
 

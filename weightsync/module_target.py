@@ -55,7 +55,7 @@ class ModuleTarget:
         tensors = self._tensors()
         problems: list[Problem] = []
         tied: list[tuple[int, int]] = []
-        covered: dict[int, int] = {}
+        covered: dict[tuple[int, int], int] = {}
         for index, spec in enumerate(manifest.tensors):
             tensor = tensors.get(spec.name)
             if tensor is None:
@@ -67,31 +67,48 @@ class ModuleTarget:
             if dtype_name(tensor.dtype) != spec.dtype:
                 detail = f"is sent as torch.{spec.dtype}, the engine holds {tensor.dtype}"
                 problems.append(Problem("dtype", spec.name, detail))
-            if not tensor.is_contiguous():
-                problems.append(
-                    Problem("loader", spec.name, "the module's tensor is not contiguous")
-                )
-            if tensor.numel() and tensor.data_ptr() in covered:
-                first = covered[tensor.data_ptr()]
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                detail = f"the module's tensor is on {tensor.device}, or not contiguous"
+                problems.append(Problem("loader", spec.name, detail))
+                continue
+            if tensor.numel() and _extent(tensor) in covered:
+                first = covered[_extent(tensor)]
                 if manifest.tensors[first].shape == spec.shape:
                     tied.append((index, first))
                 else:
                     detail = f"is the same memory as {manifest.tensors[first].name!r}"
                     problems.append(Problem("duplicate", spec.name, detail))
-            covered.setdefault(tensor.data_ptr(), index)
+            covered.setdefault(_extent(tensor), index)
         if whole:
             problems += [
                 Problem("missing", name, f"the module's {list(tensor.shape)} would stay what it is")
                 for name, tensor in tensors.items()
-                if tensor.numel() and tensor.data_ptr() not in covered
+                if tensor.numel() and _extent(tensor) not in covered
             ]
-        return Description(tuple(problems), served=tuple(range(len(manifest))), tied=tuple(tied))
+        elsewhere = [
+            (covered[_extent(tensor)], name)
+            for name, tensor in tensors.items()
+            if tensor.numel() and _extent(tensor) in covered and name not in manifest.index
+        ]
+        return Description(
+            tuple(problems),
+            served=tuple(range(len(manifest))),
+            tied=tuple(tied),
+            also=tuple(elsewhere),
+        )
 
     def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
         return incoming.digest()
 
     def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
-        return incoming.copy_to(self._addresses(incoming.manifest))
+        addresses = self._addresses(incoming.manifest)
+        # Whatever becomes of the module's tensors, memory that is written to is not given back.
+        held = [tensor.untyped_storage() for tensor in self._tensors().values()]
+        digests = incoming.copy_to(addresses)
+        if not np.array_equal(self._addresses(incoming.manifest), addresses):
+            raise UpdateRefused("the module's tensors were replaced while they were written")
+        del held
+        return digests
 
     def apply(self, weights: StagedWeights) -> ApplyReport:
         started = time.perf_counter()
@@ -136,6 +153,11 @@ class ModuleTarget:
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = self._module.state_dict(keep_vars=True)
         return {clean_name(name): tensor for name, tensor in found.items()}
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where its bytes begin, and how many they are."""
+    return tensor.data_ptr(), tensor.nbytes
 
 
 @dataclass(frozen=True, slots=True)

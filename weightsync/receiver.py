@@ -42,6 +42,7 @@ from weightsync.session import Session
 from weightsync.staging import Incoming, Staging
 from weightsync.target import Description, StagedWeights, Target
 from weightsync.update import Phase, UpdateState
+from weightsync.wire import Channel
 
 __all__ = ["Receiver"]
 
@@ -120,6 +121,7 @@ class Receiver:
                 problems=tuple(WireProblem(p.kind, p.name, p.detail) for p in found.problems),
                 partial=tuple(Partial(i, b.offsets, b.lengths) for i, b in found.partial),
                 tied=found.tied,
+                also=found.also,
                 untouched=found.untouched,
                 seconds=time.perf_counter() - started,
             )
@@ -235,9 +237,7 @@ class Receiver:
     def _act(self, session: Session, message: Message) -> None:
         match message:
             case Layout():
-                channel = session.channel
-                arena_fd = channel.take_fd() if message.mode == "staged" else None
-                staging = Staging(message, channel.take_fd(), arena_fd)
+                staging = _staging(session.channel, message)
                 if not self._state.resting:
                     staging.close()
                     raise UpdateRefused("a layout cannot change during an update")
@@ -248,6 +248,7 @@ class Receiver:
                     raise UpdateRefused("no layout that this engine takes has been announced")
                 incoming = self._staging.incoming(message, session.channel)
                 self._state.begin(message.update_id, message.version, whole=self._staging.whole)
+                self._staging.base = message.base
                 self._incoming = incoming
             case Arm():
                 if self._staging is None:
@@ -357,6 +358,17 @@ class Receiver:
             self._target.restore()
         except Exception:
             log.exception("the engine could not be restored; only a restart helps")
+
+
+def _staging(channel: Channel, layout: Layout) -> Staging:
+    arena_fd = channel.take_fd() if layout.mode == "staged" else None
+    try:
+        ring_fd = channel.take_fd()
+    except ProtocolError:
+        if arena_fd is not None:
+            os.close(arena_fd)
+        raise
+    return Staging(layout, ring_fd, arena_fd)
 
 
 def _text(error: BaseException) -> str:

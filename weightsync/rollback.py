@@ -19,7 +19,14 @@ from weightsync.control import Worker, ask_all
 from weightsync.deadline import Deadline
 from weightsync.delivery import Delivery
 from weightsync.engines.base import Engine, PauseMode
-from weightsync.errors import EnginePoisoned, RolledBack, UpdateAborted
+from weightsync.errors import (
+    EnginePoisoned,
+    NotResumed,
+    RolledBack,
+    Superseded,
+    UpdateAborted,
+    reason_of,
+)
 from weightsync.manifest import Manifest
 from weightsync.messages import Ack, Begin, Digests, Follow
 from weightsync.outbox import Outbox
@@ -83,10 +90,15 @@ class Keeper:
             RolledBack: it failed, and serves the version before again.
             UpdateAborted, EnginePoisoned, NotResumed, Superseded: see `Flip`.
         """
+        workers = delivery.workers(engine)
         kept = self._kept.get(engine.name)
+        if kept is not None and {worker.status.version for worker in workers} != {kept.version}:
+            # Started anew, or updated by somebody else: what is kept is not what it serves.
+            kept = None
+            del self._kept[engine.name]
         flip = Flip(
             engine,
-            delivery.workers(engine),
+            workers,
             delivery.update_id,
             delivery.version,
             pause,
@@ -97,17 +109,28 @@ class Keeper:
         try:
             flip.apply()
             receipt = flip.conclude(delivery.proofs(engine))
+        except NotResumed:
+            self._keep(engine, delivery)
+            raise
         except EnginePoisoned as failure:
             if kept is None:
                 raise
-            raise _restore(
-                engine, flip.workers, kept, failure, Deadline.after(self._seconds)
-            ) from failure
+            settle = Deadline.after(self._seconds)
+            raise _restore(engine, workers, kept, failure, settle) from failure
+        except Superseded:
+            raise
+        except BaseException:
+            if kept is not None:
+                end_requests(engine)
+            raise
+        self._keep(engine, delivery)
+        return receipt
+
+    def _keep(self, engine: Engine, delivery: Delivery) -> None:
         if self.retains:
             self._kept[engine.name] = Retained(
                 delivery.version, delivery.half, delivery.base, delivery.seed, delivery.digests
             )
-        return receipt
 
 
 def _restore(
@@ -127,6 +150,7 @@ def _restore(
 
     Raises:
         EnginePoisoned: it could not be restored either.
+        NotResumed: it has the version before, but is still paused.
         Superseded: a newer sender holds the engine.
     """
     update_id = f"{retained.version}-back-{secrets.token_hex(4)}"
@@ -150,12 +174,17 @@ def _restore(
         flip.enter()
         flip.apply()
         flip.conclude(proofs)
-    except Exception as error:
+    except (Superseded, NotResumed):
+        raise
+    except BaseException as error:
         end_requests(engine)
+        if not isinstance(error, Exception):
+            raise
         failure.add_note(f"and version {retained.version} could not be restored: {error}")
         raise failure from error
+    cause = reason_of(failure.__cause__ or failure)
     return RolledBack(
-        f"{failure} Since then all its workers were given back version {retained.version}, proven "
-        "again, and it serves that.",
+        f"{engine.name}: an update failed while it was applied: {cause}. All its workers were "
+        f"given back version {retained.version}, proven again, and it serves that.",
         remedy="mend what failed and sync again; nothing has to be restarted",
     )

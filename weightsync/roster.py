@@ -145,7 +145,7 @@ class Roster:
         workers = self.of(engine)
         engine.adopt_session(any(worker.status.session_open for worker in workers))
         engine.finish(deadline)
-        if any(worker.status.poisoned for worker in workers):
+        if any(worker.status.poisoned is not None for worker in workers):
             return
         versions = {worker.status.version for worker in workers}
         committed = versions.pop() if len(versions) == 1 else None

@@ -34,6 +34,7 @@ from weightsync.rollback import Keeper
 from weightsync.roster import Roster
 from weightsync.sources.base import Source
 from weightsync.streaming import Flips
+from weightsync.transport.ring import STREAM_CHUNK_LIMIT
 
 __all__ = ["Rollback", "StagedUpdate", "WeightSender"]
 
@@ -42,6 +43,7 @@ Rollback = Literal["none", "retain"]
 update cures it; or it gets back the version before, which costs its memory once more."""
 
 SUPPORTED_PROOFS: tuple[ProofLevel, ...] = ("received",)
+STAGED_CHUNK_LIMIT = 1 << 30
 ABORT_SECONDS = 10.0
 """What giving an update up may take before the sender hangs up instead, which says the same."""
 
@@ -85,7 +87,8 @@ class WeightSender:
         source: what the trainer has.
         engines: from `weightsync.connect` or `weightsync.engine`.
         proof: what must be proven of every tensor before `sync` returns. ``"received"``: the bytes
-            that each worker hands to its engine's loader, digested in place.
+            that each worker hands to its engine's loader, digested where they lie; workers of one
+            host, who share that memory, each digest a part of it.
         mode: ``"staged"``: all bytes go into an arena of shared memory as large as the model, are
             proven there while the engines go on generating, and are then applied, or nothing is.
             ``"streamed"``: bytes go through a small ring straight into the models of paused
@@ -95,7 +98,8 @@ class WeightSender:
             gives it back to an engine that fails while applying. Until the first update of a
             sender there is none to give back.
         bucket_bytes: that are copied, digested and announced at once; None for what measures best.
-        deadline: seconds that one `stage` or one `commit` may take.
+        deadline: seconds that one `stage` or one `commit` may take. Leaving the engines of a failed
+            one in a defined state may take half a minute more.
         on_receipt: called with each receipt, after the engines have resumed. What it raises goes
             through `sync`; the receipt stays in `last_receipt`.
         on_progress: called with (bytes filled, bytes in all) while staging.
@@ -179,9 +183,15 @@ class WeightSender:
             NotResumed: applied and proven, but an engine could not be told so.
             Superseded: a newer sender has taken over.
         """
+        _check_pause(pause)
         if self._mode == "streamed":
             return self._stream(version, only, pause)
-        return self.stage(version, only=only).commit(pause)
+        staged = self.stage(version, only=only)
+        try:
+            return staged.commit(pause)
+        except BaseException:
+            staged.abort()  # nothing, unless it was interrupted before the flip began
+            raise
 
     def stage(self, version: int | str, *, only: Sequence[str] | None = None) -> StagedUpdate:
         """Move and prove, while the engines go on generating. Arguments and errors as of `sync`."""
@@ -223,9 +233,7 @@ class WeightSender:
                 "back to",
                 remedy="leave `only` out, or create the sender without rollback='retain'",
             )
-        label = str(version)
-        if not label or len(label) > 256:
-            raise UpdateRefused(f"a version has 1 to 256 characters, got {len(label)}")
+        label = _label(version)
         started = time.perf_counter()
         try:
             agreed = self._agreement.reach(self._source, only, deadline)
@@ -320,10 +328,26 @@ def _check_arguments(
             "a streamed update is nowhere kept, so that there is nothing to go back to",
             remedy="use mode='staged' with rollback='retain'",
         )
-    if bucket_bytes is not None and (bucket_bytes < 64 or bucket_bytes % 64):
-        raise UpdateRefused(f"bucket_bytes is a positive multiple of 64, got {bucket_bytes}")
-    if not deadline > 0:
+    most = STREAM_CHUNK_LIMIT if mode == "streamed" else STAGED_CHUNK_LIMIT
+    if bucket_bytes is not None and not (
+        isinstance(bucket_bytes, int) and 64 <= bucket_bytes <= most and bucket_bytes % 64 == 0
+    ):
+        raise UpdateRefused(
+            f"bucket_bytes of a {mode} update is a multiple of 64 up to {most}, got {bucket_bytes}"
+        )
+    if not isinstance(deadline, int | float) or not deadline > 0:
         raise UpdateRefused(f"a deadline is a positive number of seconds, got {deadline}")
+
+
+def _label(version: int | str) -> str:
+    label = str(version)
+    try:
+        label.encode()
+    except UnicodeEncodeError as error:
+        raise UpdateRefused(f"the version {label!r} is no Unicode text") from error
+    if not label or len(label) > 256:
+        raise UpdateRefused(f"a version has 1 to 256 characters, got {len(label)}")
+    return label
 
 
 def _check_pause(pause: str) -> None:

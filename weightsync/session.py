@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
 import stat
 import threading
+import weakref
 from pathlib import Path
 from typing import Protocol
 
@@ -23,8 +25,20 @@ ANSWER_SECONDS = 60.0
 """How long a worker waits for a sender to take an answer, or to welcome it."""
 FAREWELL_SECONDS = 0.5
 """How long a sender that is replaced may take to hear it."""
+EXIT_SECONDS = 5.0
+"""How long a process that ends waits for a session's thread."""
 CONNECT_SECONDS = 5.0
 """How long an engine's thread may be held up by dialling in."""
+
+
+_live: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Before the interpreter ends: it would end a thread that is in native code by force."""
+    for session in list(_live):
+        session.stop(EXIT_SECONDS)
 
 
 class SessionOwner(Protocol):
@@ -79,6 +93,7 @@ class Session:
         except BaseException:
             self._close()
             raise
+        _live.add(self)
 
     def answer(self, message: Message) -> None:
         """Send. A lost sender is no error here, the session's own thread notices it."""
@@ -104,11 +119,11 @@ class Session:
                 self._send_lock.release()
         self.channel.hang_up()
 
-    def stop(self) -> None:
+    def stop(self, seconds: float = ANSWER_SECONDS) -> None:
         """Let the thread end, and wait for it unless it is the caller."""
         self.channel.hang_up()
         if threading.current_thread() is not self._thread:
-            self._thread.join(ANSWER_SECONDS)
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         reason = "its connection was closed"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from weightsync.deadline import Deadline
 from weightsync.digest import derive_seeds, digest_spans
-from weightsync.errors import ProtocolError, UpdateRefused, WeightSyncError
+from weightsync.errors import ProtocolError, UpdateRefused
 from weightsync.manifest import Manifest
 from weightsync.messages import Begin, Layout
 from weightsync.target import StagedWeights
@@ -20,6 +20,7 @@ from weightsync.wire import Channel
 
 __all__ = ["Incoming", "Staging"]
 
+MAX_READERS = 1 << 16
 SLACK_SECONDS = 30.0
 """How much longer than its sender a worker follows the ring: the sender gives up first."""
 
@@ -96,6 +97,7 @@ class Staging:
 
     Attributes:
         described: the target takes this layout.
+        base: where the update in progress begins in the arena.
         weights: of the armed update, ready to be applied; None at any other time.
 
     Raises:
@@ -108,10 +110,13 @@ class Staging:
         self.mode = layout.mode
         self.weights: StagedWeights | None = None
         self._arena: ArenaReader | None = None
-        self._base = 0
+        self.base = 0
         try:
+            if not 0 <= layout.reader < MAX_READERS:
+                os.close(ring_fd)
+                raise ProtocolError(f"reader {layout.reader} is none of a ring's")
             self._ring = RingReader(ring_fd, layout.ring_bytes, layout.reader)
-        except WeightSyncError:
+        except BaseException:
             if arena_fd is not None:
                 os.close(arena_fd)
             raise
@@ -127,7 +132,7 @@ class Staging:
                     f"the layout's hash is {layout.manifest_hash}, expected {self.manifest.hash}"
                 )
             self._check_base(0)
-        except WeightSyncError:
+        except BaseException:
             self.close()
             raise
 
@@ -138,7 +143,6 @@ class Staging:
             ProtocolError: it would lie outside the arena.
         """
         self._check_base(begin.base)
-        self._base = begin.base
         return Incoming(
             manifest=self.manifest,
             seeds=derive_seeds(begin.seed, self.manifest.identities),
@@ -159,7 +163,7 @@ class Staging:
         """
         if self._arena is None:
             raise UpdateRefused("a streamed update is not applied, it is taken in as it comes")
-        weights = StagedWeights(self.manifest, self._offsets + np.uint64(self._base), self._arena)
+        weights = StagedWeights(self.manifest, self._offsets + np.uint64(self.base), self._arena)
         if wants_tensors:
             try:
                 weights.map_privately()

@@ -8,6 +8,7 @@ from weightsync.commit import Flip
 from weightsync.deadline import Deadline
 from weightsync.delivery import Delivery
 from weightsync.engines.base import Engine, PauseMode
+from weightsync.errors import Superseded
 from weightsync.receipt import EngineReceipt
 from weightsync.roster import Roster
 
@@ -54,8 +55,14 @@ class Flips:
         try:
             self._roster.each(one)
         except BaseException as error:
+            superseded: list[Superseded] = []
             for flip in entered:
-                flip.leave(error)
+                try:
+                    flip.leave(error)
+                except Superseded as other:
+                    superseded.append(other)
+            if superseded:
+                raise superseded[0] from error
             raise
 
     def stream(self, progress: Callable[[int, int], None] | None) -> list[EngineReceipt]:

@@ -50,6 +50,8 @@ class Description:
         tied: ``(position, position of another)`` of tensors that are the same memory here. The
             second is what is loaded; the sender makes sure that the first has the same bytes, and
             does not send it.
+        also: ``(position, name)``: what else the memory of a tensor is called here, where no tensor
+            of that name comes. The trainer may not hold anything else under it.
         untouched: persistent buffers that no tensor goes to: they stay what the engine made them.
     """
 
@@ -57,6 +59,7 @@ class Description:
     partial: tuple[tuple[int, Box], ...] = ()
     served: tuple[int, ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
+    also: tuple[tuple[int, str], ...] = ()
     untouched: tuple[str, ...] = ()
 
 
@@ -88,7 +91,9 @@ class StagedWeights:
             OSError: it cannot be mapped.
         """
         if self._private is None:
-            self._private = self._arena.private_copy()
+            first = int(self._offsets.min())
+            last = int((self._offsets + self.manifest.nbytes).max())
+            self._private = self._arena.private_copy(first, last - first)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` in manifest order; CPU tensors that view the staging memory,

@@ -116,7 +116,7 @@ class UpdateState:
 
     def poison(self, reason: str) -> None:
         """The worker may hold a mixture. Allowed at any time."""
-        self.phase, self.poisoned = Phase.POISONED, reason
+        self.phase, self.poisoned = Phase.POISONED, reason or "no reason was given"
 
     def forget(self) -> None:
         """The weights came another way, whole: nothing is in progress, and no version is known."""

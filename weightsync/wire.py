@@ -71,6 +71,9 @@ class Channel:
         return self._sock.fileno()
 
     def close(self) -> None:
+        # A process that was forked from this one holds the socket too: closing alone would leave
+        # the other end connected for as long as it lives.
+        self.hang_up()
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()

@@ -677,13 +677,14 @@ def on_the_wire(description: Description, rank: int = 0) -> Described:
         problems=tuple(WireProblem(p.kind, p.name, p.detail) for p in description.problems),
         partial=tuple(Partial(i, b.offsets, b.lengths) for i, b in description.partial),
         tied=description.tied,
+        also=description.also,
         untouched=description.untouched,
         seconds=0.0,
     )
 
 
 def says(*parts: tuple[int, tuple[int, ...], tuple[int, ...]], rank: int = 0) -> Described:
-    return Described(rank, "", (), tuple(Partial(*part) for part in parts), (), (), 0.0)
+    return Described(rank, "", (), tuple(Partial(*part) for part in parts), (), (), (), 0.0)
 
 
 def match(shape: tuple[int, ...], *workers: Described) -> None:
@@ -762,8 +763,8 @@ def test_a_part_that_the_manifest_does_not_have_is_a_protocol_error(
 def test_a_problem_of_all_workers_is_told_once_and_one_of_some_names_them() -> None:
     everywhere, somewhere = WireProblem("unknown", "a", "?"), WireProblem("missing", "b", "?")
     workers = [
-        Described(0, "", (everywhere,), (), (), (), 0.0),
-        Described(1, "", (everywhere, somewhere), (), (), (), 0.0),
+        Described(0, "", (everywhere,), (), (), (), (), 0.0),
+        Described(1, "", (everywhere, somewhere), (), (), (), (), 0.0),
     ]
     with pytest.raises(PlanRefused) as caught:
         match((6, 4), *workers)

@@ -48,6 +48,7 @@ EVERY: list[Message] = [
         (messages.WireProblem("missing", "w", "is not there"),),
         (messages.Partial(1, (0, 2), (3, 4)),),
         ((3, 0),),
+        ((0, "lm_head.weight"),),
         ("model.normalizer",),
         0.5,
     ),

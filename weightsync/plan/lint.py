@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -90,8 +90,20 @@ def lint(
         tuple(problems),
         tuple(partial),
         tied=tuple(sorted(tied.items())),
+        also=tuple(_also(trace, manifest, by_parameter)),
         untouched=tuple(untouched),
     )
+
+
+def _also(
+    trace: Trace, manifest: Manifest, by_parameter: Mapping[str, Sequence[Copy]]
+) -> Iterator[tuple[int, str]]:
+    """What else the memory that a tensor goes to is called: the head of a model that ties it, when
+    only the embedding comes."""
+    for name, canonical in trace.aliases.items():
+        for index in {copy.index for copy in by_parameter.get(canonical, [])}:
+            if name not in manifest.index and name != canonical:
+                yield index, name
 
 
 def _tied(

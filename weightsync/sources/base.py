@@ -104,7 +104,7 @@ def pour(
             out of bounds is pushed), or the source's tensors were replaced or written to meanwhile.
     """
     whole = manifest.nbytes if wanted is None else np.where(wanted, manifest.nbytes, 0)
-    arrived = np.zeros(len(manifest), np.uint64)
+    spans: list[NDArray[np.uint64]] = []
     done, total = 0, int(whole.sum())
     for batch in source.pieces(wanted):
         if batch.index.size == 0:
@@ -120,15 +120,40 @@ def pour(
         if np.any(batch.start > sizes) or np.any(batch.nbytes > sizes - batch.start):
             raise SourceError("a source yielded a piece that reaches beyond its tensor")
         push(batch)
-        np.add.at(arrived, batch.index, batch.nbytes)
+        index = batch.index.astype(np.uint64)
+        spans.append(np.stack([index, batch.start, batch.nbytes], axis=1))
         done += int(batch.nbytes.sum())
         if progress is not None:
             progress(done, total)
-    if not np.array_equal(arrived, whole):
-        wrong = int(np.flatnonzero(arrived != whole)[0])
+    _check_each_byte_once(manifest, whole, spans)
+
+
+def _check_each_byte_once(
+    manifest: Manifest, whole: NDArray[np.uint64], spans: list[NDArray[np.uint64]]
+) -> None:
+    """Rows of (index, start, bytes) tile every tensor. Digests would not tell: both sides add up
+    the same rows.
+
+    Raises:
+        SourceError: names the first tensor that they do not.
+    """
+    rows = np.concatenate([np.zeros((0, 3), np.uint64), *spans])
+    rows = rows[rows[:, 2] > 0]
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    index, start = rows[:, 0].astype(np.int64), rows[:, 1]
+    ends = start + rows[:, 2]
+    arrived = np.zeros(len(manifest), np.uint64)
+    np.add.at(arrived, index, rows[:, 2])
+    follows = np.zeros(len(rows), np.bool_)
+    follows[1:] = index[1:] == index[:-1]
+    expected = np.zeros_like(start)
+    expected[1:] = np.where(follows[1:], ends[:-1], 0)
+    wrong = np.union1d(index[start != expected], np.flatnonzero(arrived != whole))
+    if wrong.size:
+        first = int(wrong[0])
         raise SourceError(
-            f"{manifest.tensors[wrong].name!r} has {int(whole[wrong])} bytes, the source yielded "
-            f"{int(arrived[wrong])}",
+            f"{manifest.tensors[first].name!r} has {int(whole[first])} bytes, the source yielded "
+            f"{int(arrived[first])}, not each of them once",
             remedy="do not resize or replace parameters while they are sent",
         )
 

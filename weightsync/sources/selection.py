@@ -23,8 +23,8 @@ def named(source: Source, patterns: Sequence[str]) -> frozenset[str]:
     Raises:
         SourceError: there is no pattern, or one matches nothing.
     """
-    if isinstance(patterns, str):
-        raise SourceError(f"expected a list of names or patterns, got the string {patterns!r}")
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise SourceError(f"expected a list of names or patterns of names, got {patterns!r}")
     if not patterns:
         raise SourceError(
             "an update of no tensor was asked for",

@@ -45,11 +45,13 @@ from weightsync.tables import U64Array, U64Like, table_columns, table_rows
 from weightsync.transport.memfd import check_sealed, sealed_memfd
 from weightsync.transport.shm import address_of
 
-__all__ = ["Peer", "RingReader", "RingWriter"]
+__all__ = ["STREAM_CHUNK_LIMIT", "Peer", "RingReader", "RingWriter"]
 
 # Measured (bench/bench_ring.py): from 64 KiB to 256 KiB, and from 4 MiB to 8 MiB, all are alike. A
 # larger ring leaves the cache, a smaller one wakes people up more often than copying costs.
 _STREAM_CAPACITY: Final = 4 << 20
+STREAM_CHUNK_LIMIT: Final = _STREAM_CAPACITY // 4
+"""The largest chunk of a ring of the default size that carries bytes."""
 _STREAM_CHUNK: Final = 128 << 10
 # 1024 records of 64 bytes: 256 MiB of arena between the writer and a reader that is busy elsewhere.
 _JOURNAL_CAPACITY: Final = 64 << 10

@@ -178,11 +178,14 @@ class ArenaReader:
         yield address_of(mapping)
         del mapping
 
-    def private_copy(self) -> mmap.mmap:
+    def private_copy(self, first: int = 0, nbytes: int | None = None) -> mmap.mmap:
         """A fresh copy-on-write mapping: writable for its holder, invisible to everybody else.
 
         A new one for each update: a page that an earlier loader wrote to would stay as it was then.
         It is unmapped when the last tensor that views it is gone.
+
+        Args:
+            first, nbytes: the part that is about to be read, whose pages are touched now.
         """
         if self._map is None:
             raise TransportError("the arena is closed")
@@ -190,8 +193,10 @@ class ArenaReader:
             self._fd, self.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
         # Page faults now, before an engine is paused, rather than in its loader.
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        length = self.nbytes - start if nbytes is None else max(first + nbytes - start, 1)
         with contextlib.suppress(OSError):  # Linux before 5.14 does not know it
-            copy.madvise(_MADV_POPULATE_READ)
+            copy.madvise(_MADV_POPULATE_READ, start, length)
         return copy
 
     def close(self) -> None:
