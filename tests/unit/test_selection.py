@@ -87,7 +87,12 @@ def test_patterns_match_names(source: Source, patterns: list[str], names: set[st
 
 @pytest.mark.parametrize(
     ("patterns", "says"),
-    [([], "no tensor"), (["a.*", "d.*"], r"'d\.\*'"), ("a.weight", "got 'a.weight'"), ([1], r"got \[1\]")],
+    [
+        ([], "no tensor"),
+        (["a.*", "d.*"], r"'d\.\*'"),
+        ("a.weight", "got 'a.weight'"),
+        ([1], r"got \[1\]"),
+    ],
 )
 def test_what_matches_nothing_is_an_error(source: Source, patterns, says: str) -> None:
     with pytest.raises(SourceError, match=says):
