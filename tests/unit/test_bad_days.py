@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 from toys import SHAPES, as_hex, tensors
@@ -25,6 +26,7 @@ from weightsync.errors import (
 from weightsync.manifest import Manifest, TensorSpec
 from weightsync.module_target import ModuleTarget
 from weightsync.sources.base import Pieces
+from weightsync.staging import Incoming
 from weightsync.testing.toy import ToyEngine
 
 
@@ -267,6 +269,21 @@ def test_a_module_on_another_device_is_refused_before_anything_moves() -> None:
     )
     found = ModuleTarget(module).describe(manifest, whole=True)
     assert {p.name for p in found.problems if p.kind == "loader"} == {"weight", "bias"}
+
+
+def test_a_parameter_that_is_replaced_while_it_is_written_is_an_error() -> None:
+    module = torch.nn.Linear(4, 4, bias=False)
+    manifest = Manifest([TensorSpec("weight", "float32", (4, 4))])
+    target = ModuleTarget(module)
+
+    class Replacing(Incoming):
+        def copy_to(self, addresses):
+            module.weight.data = torch.zeros(4, 4)
+            return np.zeros((1, 2), np.uint64)
+
+    parts = {field: None for field in Incoming.__dataclass_fields__}
+    with pytest.raises(UpdateRefused, match="replaced while"):
+        target.stream(Replacing(**{**parts, "manifest": manifest}))
 
 
 # Arguments

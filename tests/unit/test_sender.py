@@ -6,7 +6,6 @@ import _thread
 import os
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from weightsync.errors import (
 from weightsync.messages import Begin, Follow, Hello, Welcome, WorkerStatus
 from weightsync.receipt import Receipt
 from weightsync.testing.toy import ToyEngine
+from weightsync.testing.toy_worker import resources
 from weightsync.wire import Channel
 
 
@@ -106,20 +106,18 @@ def test_scribbling_over_the_arena_after_commit_changes_nothing_served(engine: T
     assert engine.tensors() == [as_hex(tensors(1))] * 2
 
 
-def test_resources_are_flat_over_updates_on_both_sides(engine: ToyEngine) -> None:
-    def here() -> tuple[int, int, int]:
-        maps = Path("/proc/self/maps").read_text().count("memfd:weightsync")
-        return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
-
+@pytest.mark.parametrize("options", [{}, {"mode": "streamed"}, {"rollback": "retain"}], ids=str)
+def test_fifty_updates_leave_both_sides_as_they_were(engine: ToyEngine, options) -> None:
     source = tensors(1)
-    with WeightSender(StateDictSource(source), [engine]) as sender:
+    with WeightSender(StateDictSource(source), [engine], **options) as sender:
         for step in range(2):
             sender.sync(step)
-        second = here(), [worker["resources"] for worker in engine.status()]
-        for step in range(2, 30):
+        second = resources(), [worker["resources"] for worker in engine.status()]
+        assert second[0]["shared_bytes"] > 0
+        for step in range(50):
             source["layers.0.bias"].add_(1)
             sender.sync(step)
-        assert (here(), [worker["resources"] for worker in engine.status()]) == second
+        assert (resources(), [worker["resources"] for worker in engine.status()]) == second
     assert engine.tensors() == [as_hex(source)] * 2
 
 

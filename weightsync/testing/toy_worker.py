@@ -26,7 +26,7 @@ from weightsync.session import Session
 from weightsync.staging import Incoming
 from weightsync.target import ApplyReport, StagedWeights, torch_dtype
 
-__all__ = ["FaultyTarget", "main", "toy_module"]
+__all__ = ["FaultyReceiver", "FaultyTarget", "main", "resources", "toy_module"]
 
 
 class FaultyTarget(ModuleTarget):
@@ -151,6 +151,25 @@ def toy_module(
     return root
 
 
+def resources() -> dict[str, int]:
+    """What this process holds of what an update could leave behind.
+
+    Returns:
+        Open descriptors, threads, and number and bytes of mappings of shared memory.
+    """
+    mapped = [
+        line.split()[0].split("-")
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:weightsync" in line
+    ]
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "arenas": len(mapped),
+        "shared_bytes": sum(int(last, 16) - int(first, 16) for first, last in mapped),
+        "threads": threading.active_count(),
+    }
+
+
 def main() -> None:
     """Serve calls, one line of JSON each after a first that says who this is, until the standard
     input ends."""
@@ -181,11 +200,7 @@ def main() -> None:
             answer = {
                 **msgspec.to_builtins(receiver.status()),
                 "refused": target.refused,
-                "resources": {
-                    "fds": len(os.listdir("/proc/self/fd")),
-                    "arenas": Path("/proc/self/maps").read_text().count("memfd:weightsync"),
-                    "threads": threading.active_count(),
-                },
+                "resources": resources(),
             }
         receiver.moment(f"after_{call}")
         sys.stdout.write(json.dumps(answer) + "\n")
