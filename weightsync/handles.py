@@ -15,6 +15,7 @@ inside it; then digests every tensor in place and compares.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import secrets
@@ -49,7 +50,7 @@ __all__ = [
 DIGEST_BYTES = 16
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]*$")]
+_Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]*\Z")]
 
 
 class ArenaHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,7 +70,7 @@ class ArenaHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         digests: of all tensors in order, 16 bytes each, hexadecimal (see `weightsync.digest`).
     """
 
-    kind: Annotated[str, msgspec.Meta(pattern="^shm$")]
+    kind: Annotated[str, msgspec.Meta(pattern=r"^shm\Z")]
     host: str
     pid: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     fd: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
@@ -82,25 +83,26 @@ class ArenaHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     digests: _Hex
 
 
+@functools.cache
 def host_id() -> str:
     """Names the place within which shared-memory handles can be opened: one boot of one kernel, and
-    one process-id namespace of it (a container has its own).
+    one process-id namespace of it (a container has its own). The same for all processes there.
 
-    The same for all processes there, however often they are started anew; different on every other
-    host, also on one that was cloned from the same image.
+    Raises:
+        OSError: it cannot be told at the moment.
     """
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         try:
             parts.append(Path(path).read_text().strip())
             break
-        except OSError:
+        except FileNotFoundError:
             continue
     else:
         parts.append(socket.gethostname())
     try:
         parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    except OSError:
+    except FileNotFoundError:
         parts.append("no pid namespaces")
     return "cpu-" + hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -254,13 +256,18 @@ class OpenedHandle:
     def same_bytes(self, one: int, other: int) -> bool:
         """Whether two tensors of one shape and dtype hold the same bytes. Told by digests under one
         random seed: unequal tensors pass with a probability below 2**-60."""
-        digests = self._digest(np.full(len(self.manifest), secrets.randbits(64), np.uint64))
-        return bool((digests[one] == digests[other]).all())
+        both = np.array([one, other])
+        seeds = np.full(2, secrets.randbits(64), np.uint64)
+        first, second = self._digest(seeds, both)
+        return bool((first == second).all())
 
-    def _digest(self, seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _digest(
+        self, seeds: NDArray[np.uint64], index: NDArray[np.int64] | slice = slice(None)
+    ) -> NDArray[np.uint64]:
         with self._arena.held() as address:
-            addresses = self._offsets + np.uint64(address)
-            return digest_spans(addresses, self.manifest.nbytes, np.zeros_like(addresses), seeds)
+            addresses = self._offsets[index] + np.uint64(address)
+            nbytes = self.manifest.nbytes[index]
+            return digest_spans(addresses, nbytes, np.zeros_like(addresses), seeds)
 
 
 @contextmanager

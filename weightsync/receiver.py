@@ -17,6 +17,7 @@ import threading
 import time
 
 from weightsync.errors import Problem, ProtocolError, StreamAborted, TransportError, UpdateRefused
+from weightsync.manifest import Manifest
 from weightsync.messages import (
     PROTOCOL,
     Abort,
@@ -44,7 +45,7 @@ from weightsync.target import Description, StagedWeights, Target
 from weightsync.update import Phase, UpdateState
 from weightsync.wire import Channel
 
-__all__ = ["Receiver"]
+__all__ = ["Receiver", "described"]
 
 log = logging.getLogger("weightsync.receiver")
 
@@ -115,16 +116,7 @@ class Receiver:
             found = Description((Problem("loader", "the engine's loader", _text(error)),))
         staging.described = not found.problems
         session.answer(
-            Described(
-                rank=self.rank,
-                manifest_hash=staging.manifest.hash,
-                problems=tuple(WireProblem(p.kind, p.name, p.detail) for p in found.problems),
-                partial=tuple(Partial(i, b.offsets, b.lengths) for i, b in found.partial),
-                tied=found.tied,
-                also=found.also,
-                untouched=found.untouched,
-                seconds=time.perf_counter() - started,
-            )
+            described(self.rank, staging.manifest, found, seconds=time.perf_counter() - started)
         )
 
     def apply(self, update_id: str) -> None:
@@ -143,8 +135,9 @@ class Receiver:
         except BaseException as failure:
             error = _text(failure)
             log.exception("update %s failed while it was applied", update_id)
-            self._restore()
+            # First of all: whatever cleaning up does, nothing is to be served from here on.
             self._poison(f"update {update_id} failed while it was applied: {error}")
+            self._restore()
             if not isinstance(failure, Exception):
                 raise
         finally:
@@ -164,12 +157,22 @@ class Receiver:
         with self._lock:
             self._session_open = False
 
-    def overwrite(self) -> None:
-        """Whole weights are about to come another way. A sender that holds this worker loses it:
-        what it knows of the weights is no longer so."""
+    def apply_whole(self, weights: StagedWeights) -> None:
+        """Apply a whole model's weights that came another way. A sender that holds this worker
+        loses it: what it knows of the weights is no longer so.
+
+        Raises:
+            Exception: as the target does; the worker is poisoned then.
+        """
         self.close()
         with self._lock:
             self._state.forget()
+        try:
+            self._target.apply(weights)
+        except BaseException as error:
+            self._poison(f"weights that came another way could not be applied: {_text(error)}")
+            self._restore()
+            raise
 
     def poison(self, reason: str) -> None:
         """The weights may be a mixture, whatever brought them there: refuse until a full update
@@ -358,6 +361,20 @@ class Receiver:
             self._target.restore()
         except Exception:
             log.exception("the engine could not be restored; only a restart helps")
+
+
+def described(rank: int, manifest: Manifest, found: Description, *, seconds: float) -> Described:
+    """What a target says of a manifest, as a message."""
+    return Described(
+        rank=rank,
+        manifest_hash=manifest.hash,
+        problems=tuple(WireProblem(p.kind, p.name, p.detail) for p in found.problems),
+        partial=tuple(Partial(i, b.offsets, b.lengths) for i, b in found.partial),
+        tied=found.tied,
+        also=found.also,
+        untouched=found.untouched,
+        seconds=seconds,
+    )
 
 
 def _staging(channel: Channel, layout: Layout) -> Staging:

@@ -5,12 +5,14 @@ package imports nothing of vLLM.
     backend           a worker's weight-transfer backend, behind either of vLLM's hooks
     worker_extension  a worker's extension: for vLLMs without such a hook, and for handles
     worker_side       what these share: a target, a receiver, calls that never raise
-    handle_update     a full update from handles
+    handle_update     a full update from handles, on all workers or on none
+    exchange          what workers tell each other for that
     target            holds one worker's weights
     limits            engines that are refused by a setting
     support           vLLMs that lack what a reload needs
     trace             the meta twin and what its loader takes     (private names of vLLM)
     reload            whole tensors through layerwise reload      (private names of vLLM)
+    loaders           which parameters a loader writes through their own loader
     guard             refuses requests while a worker is poisoned
     ways              the ways into an engine's workers, and which of them it offers
     connector         the trainer's side: entry points

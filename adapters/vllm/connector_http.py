@@ -97,7 +97,7 @@ class VllmServer:
             self._post("/update_weight_version", deadline, {"new_version": version})
 
     def version(self, deadline: Deadline) -> str | None:
-        if not self._reports_version:
+        if self._way.asks_workers or not self._reports_version:
             return self._way.version(deadline)
         found = self._get("/weight_info", deadline).get("weight_version")
         return None if found is None else str(found)

@@ -22,8 +22,9 @@ class VllmObject:
     """A ``vllm.LLM`` of this process. See `weightsync.engines.base.Engine`.
 
     ``LLM`` takes steps only while its owner calls it. A sender is one more such call: it must not
-    run while another thread is in ``generate``. So nothing is in flight and there is nothing to
-    pause; requests that were enqueued but not run go on with the new weights.
+    run while another thread is in ``generate``. So there is nothing to pause. Requests that were
+    enqueued and have not finished go on with the new weights, over the whole context (``keep``), or
+    are ended (``abort``, and always when the engine is poisoned); they cannot be waited for.
 
     Older ones do not report a weight version. Then `version` says what the workers know, where a
     worker extension is there to be asked, else None; the receipt says it in any case.
@@ -87,7 +88,26 @@ class VllmObject:
         return False
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Nothing to do, see the class."""
+        """Nothing to do for ``keep``, see the class. ``abort`` ends what was enqueued and has not
+        finished.
+
+        Raises:
+            ConnectError: ``wait``, where something has not finished: nobody else takes the steps.
+        """
+        engine = self._llm.llm_engine
+        count = engine.get_num_unfinished_requests()
+        if count and mode == "wait":
+            raise ConnectError(
+                f"{self.name} has {count} request(s) in flight, and takes steps only while its "
+                "owner calls it: they cannot be waited for",
+                remedy="let generate() return first, or use pause='keep' or pause='abort'",
+            )
+        if count and mode == "abort":
+
+            def abort_request() -> None:
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
+            self._run(deadline, abort_request)
 
     def resume(self, deadline: Deadline) -> None:
         """Nothing to do, see the class."""
@@ -110,7 +130,7 @@ class VllmObject:
             self._run(deadline, self._llm.update_weight_version, version)
 
     def version(self, deadline: Deadline) -> str | None:
-        if not self._reports_version:
+        if self._way.asks_workers or not self._reports_version:
             return self._way.version(deadline)
         return str(self._run(deadline, self._llm.get_weight_version))
 

@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import msgspec
+
 from weightsync.adapters.vllm.target import VllmTarget
-from weightsync.box import Box, union_numel
-from weightsync.errors import EnginePoisoned, PlanRefused, Problem, UpdateRefused
+from weightsync.errors import EnginePoisoned, PlanRefused, Problem, UpdateRefused, reason_of
 from weightsync.handles import OpenedHandle, open_handle
 from weightsync.manifest import Manifest, TensorSpec
-from weightsync.receiver import Receiver
-from weightsync.target import Description
+from weightsync.messages import Described
+from weightsync.plan.match import check_descriptions
+from weightsync.receiver import Receiver, described
 
 __all__ = ["HandleUpdate"]
 
-REMEDY = (
-    "send every tensor of the checkpoint under its Hugging Face name, in the engine's dtype "
-    "(dtype= at the source)"
-)
+
+class Report(msgspec.Struct, frozen=True):
+    """What a worker tells the others.
+
+    Attributes:
+        error: why it cannot, or None.
+        described: what its engine says of the tensors, where it got that far.
+    """
+
+    error: str | None
+    described: Described | None = None
 
 
 class HandleUpdate:
-    """Expects, checks, proves and applies. What raises before the weights are touched leaves them
-    as they were; what raises later leaves the engine refusing requests.
+    """Expects, checks, proves and applies, on all workers of an engine or on none.
+
+    All of them are in the same call at the same time. They tell each other twice how things stand:
+    before the weights of any are touched, when everybody must have proven everything; and after
+    they were loaded, when a failure of one poisons all.
 
     Args:
         target: the worker's.
-        world_size: number of the engine's workers.
+        rank: of this worker.
+        exchange: gives everybody what everybody says, by rank; called equally often by all workers,
+            whatever happens on them.
     """
 
-    def __init__(self, target: VllmTarget, world_size: int) -> None:
+    def __init__(
+        self, target: VllmTarget, rank: int, exchange: Callable[[bytes], list[bytes]]
+    ) -> None:
         self._target = target
-        self._world_size = world_size
+        self._rank = rank
+        self._exchange = exchange
         self._expected: frozenset[TensorSpec] | None = None
-        self._described: str | None = None
-        self._tied: tuple[tuple[int, int], ...] = ()
+        self._known: dict[str, Described] = {}
 
     def expect(self, tensors: Any) -> None:
         """Say beforehand what will come, and have it refused now if it does not fit.
@@ -46,12 +62,13 @@ class HandleUpdate:
             tensors: ``{name: (shape, dtype)}``, the dtype a torch dtype or its name.
 
         Raises:
-            UpdateRefused: it is no such mapping.
+            UpdateRefused: it is no such mapping, or another worker refuses.
             PlanRefused, ManifestError: the engine does not take these tensors.
         """
-        manifest = Manifest(_specs(tensors))
         self._expected = None
-        self._describe(manifest)
+        with self._agreed() as agree:
+            manifest = Manifest(_specs(tensors))
+            agree(manifest)
         self._expected = frozenset(manifest.tensors)
 
     def run(self, handles: Any, device_id: str, receiver: Receiver) -> None:
@@ -60,30 +77,86 @@ class HandleUpdate:
         Args:
             handles: by device id.
             device_id: of this worker.
-            receiver: of this worker; told once all is proven, right before the first weight
-                changes.
+            receiver: of this worker.
 
         Raises:
-            UpdateRefused: there is no handle for this worker, or other tensors than were expected.
-            ProtocolError, ManifestError: the handle is not what it should be.
-            PlanRefused: the engine does not take these tensors.
-            ProofFailed: they have other bytes than were exported.
-            EnginePoisoned: the engine failed to load them; a full update cures it.
+            UpdateRefused: there is no handle for this worker, other tensors came than were
+                expected, or another worker refuses; nothing was touched on any.
+            ProtocolError, ManifestError: the handle is not what it should be; likewise.
+            PlanRefused, ProofFailed: the tensors do not fit, or have other bytes than were
+                exported; likewise.
+            EnginePoisoned: a worker failed to load them; a full update cures the engine.
         """
-        if not isinstance(handles, Mapping) or device_id not in handles:
-            known = ", ".join(map(str, handles)) if isinstance(handles, Mapping) else repr(handles)
-            raise UpdateRefused(
-                f"there is no handle for {device_id}, got {known[:1000] or 'none'}",
-                remedy="key handles by what report_device_id() says on each worker",
-            )
-        with open_handle(handles[device_id]) as opened:
-            self._check(opened.manifest)
-            opened.prove()
-            self._check_tied(opened)
-            receiver.overwrite()
+        with ExitStack() as stack:
+            with self._agreed() as agree:
+                opened = stack.enter_context(open_handle(_of(handles, device_id)))
+                self._check_expected(opened.manifest)
+                opened.prove()
+                described = agree(opened.manifest)
+                _check_tied(opened, described)
             self._apply(opened, receiver)
+        self._target.admit()
 
-    def _check(self, manifest: Manifest) -> None:
+    @contextmanager
+    def _agreed(self) -> Iterator[Callable[[Manifest], Described]]:
+        """The block's checks succeed on all workers, or on none. It must hand its manifest to what
+        it is given."""
+        manifest: Manifest | None = None
+        described: Described | None = None
+        failure: Exception | None = None
+
+        def agree(found: Manifest) -> Described:
+            nonlocal manifest, described
+            manifest, described = found, self._describe(found)
+            return described
+
+        try:
+            yield agree
+        except Exception as error:
+            failure = error
+        reports = self._tell(Report(None if failure is None else str(failure), described))
+        if failure is not None:
+            raise failure
+        failed = {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
+        if failed:
+            raise UpdateRefused(
+                "nothing was touched: "
+                + "; ".join(f"worker {rank} refuses: {error}" for rank, error in failed.items())
+            )
+        if manifest is None:
+            raise UpdateRefused("nothing was announced")
+        all_described = [(f"worker {rank}", r.described) for rank, r in enumerate(reports)]
+        if any(d is None or d.manifest_hash != manifest.hash for _, d in all_described):
+            raise UpdateRefused("workers were handed different tensors")
+        pairs = [(name, found) for name, found in all_described if found is not None]
+        check_descriptions("this engine", manifest, pairs)
+
+    def _apply(self, opened: OpenedHandle, receiver: Receiver) -> None:
+        failure: BaseException | None = None
+        try:
+            receiver.apply_whole(opened.weights())
+        except BaseException as error:
+            failure = error
+        reports = self._tell(Report(None if failure is None else reason_of(failure)))
+        failed = {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
+        if not failed:
+            return
+        reason = "an update from handles failed while it was applied: " + "; ".join(
+            f"worker {rank}: {error}" for rank, error in failed.items()
+        )
+        if failure is None:
+            receiver.poison(reason)
+        elif not isinstance(failure, Exception):
+            raise failure
+        raise EnginePoisoned(
+            reason, remedy="send a full update: it cures the engine without a restart"
+        ) from failure
+
+    def _tell(self, report: Report) -> list[Report]:
+        answers = self._exchange(msgspec.msgpack.encode(report))
+        return [msgspec.msgpack.decode(answer, type=Report) for answer in answers]
+
+    def _check_expected(self, manifest: Manifest) -> None:
         if self._expected is not None and self._expected != frozenset(manifest.tensors):
             changed = self._expected.symmetric_difference(manifest.tensors)
             raise UpdateRefused(
@@ -91,63 +164,40 @@ class HandleUpdate:
                 f"first {min(map(str, changed))}",
                 remedy="call prepare_refit_info again with what you send now",
             )
-        self._describe(manifest)
 
-    def _describe(self, manifest: Manifest) -> None:
-        if self._described == manifest.hash:
-            return
-        description = self._target.describe(manifest, whole=True)
-        problems = [*description.problems, *self._untaken(manifest, description)]
-        if problems:
-            raise PlanRefused("this worker", problems, remedy=REMEDY)
-        self._described, self._tied = manifest.hash, description.tied
+    def _describe(self, manifest: Manifest) -> Described:
+        found = self._known.get(manifest.hash)
+        if found is None:
+            description = self._target.describe(manifest, whole=True)
+            found = described(self._rank, manifest, description, seconds=0.0)
+            self._known = {manifest.hash: found}
+        return found
 
-    def _check_tied(self, opened: OpenedHandle) -> None:
-        """Tensors that are one memory in the engine must have the same bytes."""
-        names = [spec.name for spec in opened.manifest.tensors]
-        problems = [
-            Problem(
-                "duplicate",
-                names[one],
-                f"is the same memory in the engine as {names[other]!r}, but has other bytes",
-            )
-            for one, other in self._tied
-            if not opened.same_bytes(one, other)
-        ]
-        if problems:
-            raise PlanRefused("this worker", problems, remedy="tie them in the trainer as well")
 
-    def _untaken(self, manifest: Manifest, description: Description) -> Iterator[Problem]:
-        """Tensors that are longer than what the engine can take of them: loaders narrow what they
-        are given, and say nothing.
+def _of(handles: Any, device_id: str) -> Any:
+    if not isinstance(handles, Mapping) or device_id not in handles:
+        known = ", ".join(map(str, handles)) if isinstance(handles, Mapping) else repr(handles)
+        raise UpdateRefused(
+            f"there is no handle for {device_id}, got {known[:1000] or 'none'}",
+            remedy="key handles by what report_device_id() says on each worker",
+        )
+    return handles[device_id]
 
-        No worker knows what the others take. So many workers, each with as much as this one, must
-        at least make the whole.
-        """
-        boxes: dict[int, set[Box]] = defaultdict(set)
-        for index, box in description.partial:
-            boxes[index].add(box)
-        for index, taken in boxes.items():
-            spec = manifest.tensors[index]
-            if union_numel(taken) * self._world_size < spec.numel:
-                yield Problem(
-                    "shape",
-                    spec.name,
-                    f"has shape {list(spec.shape)}, of which this worker takes only "
-                    f"{union_numel(taken)} elements",
-                )
 
-    def _apply(self, opened: OpenedHandle, receiver: Receiver) -> None:
-        try:
-            self._target.apply(opened.weights())
-        except Exception as error:
-            reason = f"an update from handles failed while it was applied: {error}"
-            self._target.restore()
-            receiver.poison(reason)
-            raise EnginePoisoned(
-                reason, remedy="send a full update: it cures the engine without a restart"
-            ) from error
-        self._target.admit()
+def _check_tied(opened: OpenedHandle, found: Described) -> None:
+    """Tensors that are one memory in the engine must have the same bytes."""
+    names = [spec.name for spec in opened.manifest.tensors]
+    problems = [
+        Problem(
+            "duplicate",
+            names[one],
+            f"is the same memory in the engine as {names[other]!r}, but has other bytes",
+        )
+        for one, other in found.tied
+        if not opened.same_bytes(one, other)
+    ]
+    if problems:
+        raise PlanRefused("this worker", problems, remedy="tie them in the trainer as well")
 
 
 def _specs(tensors: Any) -> list[TensorSpec]:

@@ -21,6 +21,9 @@ from weightsync.target import ApplyReport, Description, Served, StagedWeights, T
 
 __all__ = ["VllmTarget"]
 
+MAX_LAYOUTS = 64
+"""Whose traces are remembered at once."""
+
 
 class VllmTarget:
     """See `weightsync.target.Target`. Whole tensors through the engine's own loader.
@@ -46,7 +49,9 @@ class VllmTarget:
         if problems:
             return Description(tuple(problems))
         found, destinations = trace.describe(self._vllm_config, manifest, whole=whole)
-        self._destinations = {manifest.hash: destinations}
+        if len(self._destinations) >= MAX_LAYOUTS:
+            self._destinations.clear()
+        self._destinations[manifest.hash] = destinations
         return found
 
     def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
@@ -58,6 +63,9 @@ class VllmTarget:
     def apply(self, weights: StagedWeights) -> ApplyReport:
         from vllm.config import set_current_vllm_config
 
+        manifest = weights.manifest
+        if manifest.hash not in self._destinations:
+            self.describe(manifest, whole=True)  # forgotten among many others
         taken: list[str] = []
         # Some hooks of some versions set vLLM's current configuration around this, others do not.
         with set_current_vllm_config(self._vllm_config):
@@ -65,9 +73,9 @@ class VllmTarget:
                 self._model,
                 self._vllm_config.model_config,
                 _counted(weights.tensors(), taken),
-                self._destinations[weights.manifest.hash],
+                self._destinations[manifest.hash],
             )
-        self._check_all_updated(weights.manifest, taken)
+        self._check_all_updated(manifest, taken)
         return ApplyReport(load_seconds=seconds)
 
     def _check_all_updated(self, manifest: Manifest, taken: list[str]) -> None:

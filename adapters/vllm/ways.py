@@ -49,9 +49,12 @@ class Way(ABC):
 
     Attributes:
         name: for messages.
+        asks_workers: `version` is what the workers know, and so also right after weights came by
+            handles, of which vLLM itself knows nothing.
     """
 
     name: str
+    asks_workers = False
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -151,6 +154,7 @@ class Extension(_WithoutSession):
     """See `weightsync.adapters.vllm.worker_extension`."""
 
     name = "worker extension"
+    asks_workers = True
 
     def open_session(self, path: str, token: str, deadline: Deadline) -> None:
         self._caller.rpc("weightsync_join", [path, token], deadline)

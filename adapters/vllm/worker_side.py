@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from weightsync.adapters.vllm.exchange import exchange
 from weightsync.adapters.vllm.handle_update import HandleUpdate
 from weightsync.adapters.vllm.target import VllmTarget
 from weightsync.handles import host_id
@@ -46,7 +47,9 @@ class WorkerSide:
         world_size = parallel.world_size * parallel.data_parallel_size
         self._target = VllmTarget(model, vllm_config, self.device)
         self._receiver = Receiver(self._target, rank=rank, world_size=world_size)
-        self._handles = HandleUpdate(self._target, world_size)
+        self._handles = HandleUpdate(
+            self._target, rank, lambda content: exchange(content, world_size)
+        )
         self.last_error: str | None = None
 
     def join(self, path: str, session: str) -> bool:

@@ -6,6 +6,8 @@ import os
 import signal
 
 from weightsync.adapters.vllm.worker_extension import WeightSyncWorkerExtension
+from weightsync.errors import DigestMismatch, ProofFailed
+from weightsync.handles import OpenedHandle
 from weightsync.target import StagedWeights
 
 
@@ -29,6 +31,19 @@ class FaultExtension:
                 yield item
 
         StagedWeights.tensors = failing
+        return "armed"
+
+    def weightsync_test_refuse_handle(self, rank: str) -> str:
+        """One rank's next handle has other bytes than were exported."""
+        if self.rank != int(rank):
+            return "not me"
+        original = OpenedHandle.prove
+
+        def refusing(opened: OpenedHandle) -> None:
+            OpenedHandle.prove = original
+            raise ProofFailed([DigestMismatch("model.norm.weight", "this worker", "00", "11")])
+
+        OpenedHandle.prove = refusing
         return "armed"
 
 

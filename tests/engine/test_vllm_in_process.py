@@ -7,7 +7,7 @@ import torch
 
 import weightsync as ws
 from weightsync.adapters.vllm.ways import EXTENSION
-from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused
+from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused, UpdateAborted
 from weightsync.target import StagedWeights
 from weightsync.testing import (
     LONG_PROMPT,
@@ -239,6 +239,62 @@ def test_a_failed_apply_poisons_refuses_at_admission_and_is_cured_by_a_full_upda
         assert rig.llm.apply_model(parameters_without_storage) == [0]
         with pytest.raises(VLLMValidationError, match="weightsync: this engine may hold a mixture"):
             rig.rollouts(PROMPTS)
+        sender.sync("cured")
+    rig.assert_serves("B")
+
+
+def in_flight(rig: Rig, request_id: str, steps: int = 5) -> None:
+    """A request that its owner has taken some steps of."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=32, logprobs=1, ignore_eos=True, detokenize=False
+    )
+    engine = rig.llm.llm_engine
+    engine.add_request(request_id, {"prompt_token_ids": PROMPTS[0]}, sampling)
+    for _ in range(steps):
+        engine.step()
+
+
+def finished(rig: Rig) -> list:
+    engine, outputs = rig.llm.llm_engine, []
+    while engine.has_unfinished_requests():
+        outputs += [output for output in engine.step() if output.finished]
+    return outputs
+
+
+def test_requests_in_flight_are_kept_or_ended_as_asked_and_never_waited_for(rig: Rig) -> None:
+    with rig.sender("A") as sender:
+        sender.sync("A")
+    in_flight(rig, "kept")
+    with rig.sender("B") as sender:
+        sender.sync("B", pause="keep")
+        (output,) = finished(rig)
+        assert len(output.outputs[0].token_ids) == 32
+        in_flight(rig, "ended")
+        sender.sync("B again", pause="abort")
+        assert finished(rig) == []
+        in_flight(rig, "waited for")
+        with pytest.raises(UpdateAborted, match=r"1 request.*cannot be waited for"):
+            sender.sync("never", pause="wait")
+        assert len(finished(rig)) == 1 and rig.llm.get_weight_version() == "B again"
+        sender.sync("idle", pause="wait")
+    rig.assert_serves("B")
+
+
+def test_a_poisoned_engine_ends_what_was_in_flight(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(weights: StagedWeights):
+        raise RuntimeError("broken on purpose")
+        yield
+
+    in_flight(rig, "doomed")
+    with rig.sender("B") as sender:
+        with monkeypatch.context() as patch, pytest.raises(EnginePoisoned):
+            patch.setattr(StagedWeights, "tensors", failing)
+            sender.sync("never")
+        assert finished(rig) == []
         sender.sync("cured")
     rig.assert_serves("B")
 
