@@ -18,7 +18,7 @@ FUNCTIONS = (
 )
 """Of vLLM's module ``model_loader.reload.layerwise``."""
 
-INFO = ("can_load", "reset", "kernel_tensors", "load_numel")
+INFO = ("can_load", "reset", "kernel_tensors", "load_numel", "loaded_weights")
 """Of its record of one layer."""
 
 

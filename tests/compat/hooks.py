@@ -84,7 +84,14 @@ COMMON = (
     Callable(f"{RELOAD}/types.py", "LayerReloadingInfo.reset"),
     Text(f"{RELOAD}/types.py", "kernel_tensors"),
     Text(f"{RELOAD}/types.py", "load_numel"),
+    Text(f"{RELOAD}/types.py", "loaded_weights"),
+    Callable("model_executor/model_loader/weight_utils.py", "default_weight_loader", ("param",)),
     Text("model_executor/layers/vocab_parallel_embedding.py", "class VocabParallelEmbedding"),
+    Text("model_executor/layers/vocab_parallel_embedding.py", "class UnquantizedEmbeddingMethod"),
+    # what the CPU engine packs, and by what it is known: a name that is gone would leave it stale
+    Text("model_executor/layers/utils.py", "layer.cpu_linear ="),
+    Text("model_executor/layers/fused_moe/**/*.py", "self.moe_kernel"),
+    Text("model_executor/layers/fused_moe/**/*.py", "def process_weights_after_loading"),
     # guard
     Callable(
         "v1/sample/logits_processor/interface.py",

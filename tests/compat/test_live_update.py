@@ -36,12 +36,16 @@ def expected_way(options: str) -> str | None:
     return offered[0] if offered else None
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+CELLS = [("qwen2_tied", "backend"), ("qwen2_tied", "extension"), ("qwen3_moe", "extension")]
+
+
+@pytest.fixture(scope="module", params=CELLS, ids="-".join)
 def rig(request: pytest.FixtureRequest):
-    if expected_way(request.param) is None:
+    name, options = request.param
+    if expected_way(options) is None:
         pytest.skip("this vLLM takes no backend but its own")
-    found = Rig("qwen2_tied", **OPTIONS[request.param])
-    assert found.engine.way == expected_way(request.param)
+    found = Rig(name, **OPTIONS[options])
+    assert found.engine.way == expected_way(options)
     yield found
     found.close()
 

@@ -285,7 +285,8 @@ def test_a_failed_apply_is_rolled_back_and_requests_in_flight_go_on(rig: Rig) ->
 
 
 def test_fifty_updates_leave_the_servers_processes_as_they_were(rig: Rig) -> None:
-    """Descriptors, mappings, threads and shared memory, of every process of the server."""
+    """Descriptors, mappings, threads and memory, shared and its own, of every process of the
+    server."""
     with ws.WeightSender(ws.ModuleSource(rig.models["B"]), [rig.engine]) as sender:
         for step in range(2):
             sender.sync(step)
@@ -293,6 +294,11 @@ def test_fifty_updates_leave_the_servers_processes_as_they_were(rig: Rig) -> Non
         for step in range(50):
             sender.sync(step)
         after = resources(rig.server)
+    assert after.keys() == before.keys()
+    for pid, held in before.items():
+        # The allocator's own, which come and go with whatever else the server does.
+        assert after[pid].pop("mappings") <= held.pop("mappings") + 10
+        assert after[pid].pop("resident bytes") <= held.pop("resident bytes") + (16 << 20)
     assert after == before
     rig.assert_serves("B")
 
@@ -308,6 +314,11 @@ def resources(server: Server) -> dict[int, dict[str, int]]:
             maps = (status.parent / "maps").read_text()
             rollup = (status.parent / "smaps").read_text().split("memfd:weightsync")
             found[int(status.parent.name)] = {
+                "mappings": maps.count("\n"),
+                "resident bytes": int(
+                    (status.parent / "status").read_text().split("RssAnon:")[1].split()[0]
+                )
+                * 1024,
                 "descriptors": len(os.listdir(status.parent / "fd")),
                 "threads": len(os.listdir(status.parent / "task")),
                 "shared mappings": maps.count("memfd:weightsync"),
@@ -423,8 +434,13 @@ def test_every_answer_under_load_is_wholly_old_or_wholly_new(rig: Rig) -> None:
     [
         (BACKEND, {"VLLM_SERVER_DEV_MODE": ""}, "VLLM_SERVER_DEV_MODE=1"),
         ((), {}, "backend None"),
+        (
+            (*BACKEND, "--quantization", "int8_per_channel_weight_only", "--dtype", "bfloat16"),
+            {},
+            "quantization=int8_per_channel_weight_only: .* not shown to equal a fresh load",
+        ),
     ],
-    ids=["no development mode", "no backend"],
+    ids=["no development mode", "no backend", "quantized"],
 )
 def test_a_server_without_a_flag_is_refused_with_the_command_that_works(
     flags: tuple[str, ...], env: dict[str, str], says: str, tmp_path: Path
@@ -435,6 +451,9 @@ def test_a_server_without_a_flag_is_refused_with_the_command_that_works(
             ws.connect(f"vllm+{server.url}")
         port = server.url.rpartition(":")[2]
     remedy = str(refused.value.remedy)
+    if "--quantization" in flags:
+        assert "fp8_per_channel" in remedy
+        return
     command = remedy[remedy.index("VLLM_SERVER_DEV_MODE=1") :]
     assert command == (
         "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model "

@@ -26,7 +26,11 @@ def config(**changes: Any) -> SimpleNamespace:
         "distributed_executor_backend": "mp",
         **changes,
     }
-    model = SimpleNamespace(runner_type=parts.pop("runner_type"), quantization="fp8")
+    model = SimpleNamespace(
+        runner_type=parts.pop("runner_type"),
+        quantization=parts.pop("quantization", "fp8"),
+        is_moe=parts.pop("is_moe", False),
+    )
     top = {"quant_config", "speculative_config", "lora_config", "offload_config"}
     parallel = SimpleNamespace(**{k: v for k, v in parts.items() if k not in top})
     return SimpleNamespace(
@@ -77,3 +81,13 @@ def test_a_quantization_that_was_not_shown_is_refused_at_connect(name: str) -> N
 @pytest.mark.parametrize("name", [None, "fp8_per_channel"])
 def test_no_quantization_and_a_shown_one_are_not(name: str | None) -> None:
     check_quantization("the server", name)
+
+
+ONLINE = SimpleNamespace(get_name=lambda: "online")
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_what_vllm_quantizes_itself_is_taken_of_dense_models_only(is_moe: bool) -> None:
+    made = config(quant_config=ONLINE, quantization="fp8_per_channel", is_moe=is_moe)
+    names = [problem.name for problem in unsupported(made)]
+    assert names == (["quantization=fp8_per_channel"] if is_moe else [])
