@@ -98,7 +98,7 @@ class WeightSyncWorkerExtension:
 
         Checked before anything is touched: the handle, the memory that it points at, every name,
         shape and dtype against what the engine's loader takes, and the digest of every tensor.
-        Afterwards: that the loader took every tensor.
+        Afterwards: that every parameter was written. All workers of the engine do so, or none.
 
         Args:
             handles: by device id, from `weightsync.handles.export_handles`.
@@ -106,8 +106,7 @@ class WeightSyncWorkerExtension:
         Returns:
             Whether this worker serves these weights now. If not, it serves what it served before,
             or, where loading failed half-way, its engine refuses requests until a full update
-            cures it; `weightsync_last_error` says which. With several workers, an engine may be
-            used only if all of them answer True.
+            cures it; `weightsync_last_error` says which. All workers of an engine answer the same.
         """
         side = self.weightsync_side()
         return side is not None and side.update_from_handles(handles)

@@ -16,9 +16,8 @@ MESSAGES = ("backend messages", "worker extension")
 EXPECTED = {
     "0.20": ("worker extension",),
     "0.21": ("worker extension",),
-    "0.22": MESSAGES,
-    "0.23": MESSAGES,
-    **dict.fromkeys(["0.25", "0.26", "0.32", "0.33"], SESSION),
+    **dict.fromkeys(["0.22", "0.23", "0.25"], MESSAGES),
+    **dict.fromkeys(["0.26", "0.32", "0.33"], SESSION),
 }
 """By release: the ways in that the documentation says it has."""
 
