@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from weightsync.adapters.vllm.connector_http import VllmServer
-from weightsync.adapters.vllm.support import FUNCTIONS, lacking
+from weightsync.adapters.vllm.support import FUNCTIONS, INFO, lacking
 from weightsync.adapters.vllm.ways import EXTENSION, Offer, choose
 from weightsync.deadline import Deadline
 from weightsync.errors import ConnectError
@@ -209,12 +209,8 @@ def test_the_refusal_names_the_flag_that_works_there(
 
 def test_a_reload_that_lacks_a_name_is_told_by_it() -> None:
     module = SimpleNamespace(**dict.fromkeys(FUNCTIONS, print))
-    info = type("Info", (), {"can_load": 1, "reset": 1, "kernel_tensors": 1, "load_numel": 1})
+    info = type("Info", (), dict.fromkeys(INFO, 1))
     assert lacking(module, info) == []
     del module.get_layerwise_info
-    assert lacking(module, type("Info", (), {"reset": 1})) == [
-        "get_layerwise_info",
-        "can_load",
-        "kernel_tensors",
-        "load_numel",
-    ]
+    others = [name for name in INFO if name != "reset"]
+    assert lacking(module, type("Info", (), {"reset": 1})) == ["get_layerwise_info", *others]
