@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hooks
 import pytest
+from safetensors.torch import load_file
 from test_vllm_in_process import PROMPTS, Rig
 
 import weightsync as ws
@@ -16,6 +17,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused
 from weightsync.handles import export_handles
 from weightsync.target import StagedWeights
+from weightsync.testing import build_checkpoint
 
 OPTIONS = {
     "backend": {"weight_transfer_config": {"backend": "weightsync"}},
@@ -36,6 +38,17 @@ def expected_way(options: str) -> str | None:
     return offered[0] if offered else None
 
 
+class FileRig(Rig):
+    """Sends the tensors of a checkpoint's files: older releases know a mixture's experts by no
+    other names."""
+
+    def source(self, variant: str) -> ws.SafetensorsSource:
+        return ws.SafetensorsSource(build_checkpoint(self.name, variant))
+
+    def sender(self, variant: str, **options) -> ws.WeightSender:
+        return ws.WeightSender(self.source(variant), [self.engine], **options)
+
+
 CELLS = [("qwen2_tied", "backend"), ("qwen2_tied", "extension"), ("qwen3_moe", "extension")]
 
 
@@ -44,7 +57,7 @@ def rig(request: pytest.FixtureRequest):
     name, options = request.param
     if expected_way(options) is None:
         pytest.skip("this vLLM takes no backend but its own")
-    found = Rig(name, **OPTIONS[options])
+    found = FileRig(name, **OPTIONS[options])
     assert found.engine.way == expected_way(options)
     yield found
     found.close()
@@ -62,7 +75,7 @@ def test_updates_serve_exactly_the_trainers_weights(rig: Rig) -> None:
 
 def test_a_missing_tensor_is_refused_by_name_and_changes_nothing(rig: Rig) -> None:
     before = rig.rollouts(PROMPTS)
-    state = dict(rig.models["A"].state_dict())
+    state = load_file(build_checkpoint(rig.name, "A") / "model.safetensors")
     del state["model.norm.weight"]
     with (
         ws.WeightSender(ws.StateDictSource(state), [rig.engine]) as sender,
@@ -103,9 +116,7 @@ def broken(original):
 def test_handles_are_taken_by_the_extension(rig: Rig) -> None:
     if rig.engine.way != "worker extension":
         pytest.skip("a backend takes no handles")
-    with export_handles(
-        ws.ModuleSource(rig.models["B"]), rig.llm.collective_rpc("report_device_id")
-    ) as exported:
+    with export_handles(rig.source("B"), rig.llm.collective_rpc("report_device_id")) as exported:
         arguments = (exported.handles,)
         assert rig.llm.collective_rpc("update_weights_from_ipc_handles", args=arguments) == [True]
     rig.llm.reset_prefix_cache()
