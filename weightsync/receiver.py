@@ -162,12 +162,12 @@ class Receiver:
         loses it: what it knows of the weights is no longer so.
 
         Raises:
-            Exception: as the target does; the worker is poisoned then.
+            BaseException: as the target does; the worker is poisoned and restored then.
         """
         self.close()
-        with self._lock:
-            self._state.forget()
         try:
+            with self._lock:
+                self._state.forget()
             self._target.apply(weights)
         except BaseException as error:
             self._poison(f"weights that came another way could not be applied: {_text(error)}")

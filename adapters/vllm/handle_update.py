@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from weightsync.adapters.vllm.target import VllmTarget
 from weightsync.errors import EnginePoisoned, PlanRefused, Problem, UpdateRefused, reason_of
 from weightsync.handles import OpenedHandle, open_handle
 from weightsync.manifest import Manifest, TensorSpec
 from weightsync.messages import Described
 from weightsync.plan.match import check_descriptions
 from weightsync.receiver import Receiver, described
+from weightsync.target import Target
 
 __all__ = ["HandleUpdate"]
 
@@ -46,9 +46,7 @@ class HandleUpdate:
             whatever happens on them.
     """
 
-    def __init__(
-        self, target: VllmTarget, rank: int, exchange: Callable[[bytes], list[bytes]]
-    ) -> None:
+    def __init__(self, target: Target, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
         self._target = target
         self._rank = rank
         self._exchange = exchange
@@ -71,12 +69,12 @@ class HandleUpdate:
             agree(manifest)
         self._expected = frozenset(manifest.tensors)
 
-    def run(self, handles: Any, device_id: str, receiver: Receiver) -> None:
+    def run(self, handles: Any, device_id: Callable[[], str], receiver: Receiver) -> None:
         """Apply what this worker's handle points at.
 
         Args:
             handles: by device id.
-            device_id: of this worker.
+            device_id: of this worker; asked where a failure is told to the others.
             receiver: of this worker.
 
         Raises:
@@ -85,11 +83,13 @@ class HandleUpdate:
             ProtocolError, ManifestError: the handle is not what it should be; likewise.
             PlanRefused, ProofFailed: the tensors do not fit, or have other bytes than were
                 exported; likewise.
-            EnginePoisoned: a worker failed to load them; a full update cures the engine.
+            TransportError: the others were not heard before anything was touched.
+            EnginePoisoned: a worker failed to load them, or was not heard afterwards; a full update
+                cures the engine.
         """
         with ExitStack() as stack:
             with self._agreed() as agree:
-                opened = stack.enter_context(open_handle(_of(handles, device_id)))
+                opened = stack.enter_context(open_handle(_of(handles, device_id())))
                 self._check_expected(opened.manifest)
                 opened.prove()
                 described = agree(opened.manifest)
@@ -103,7 +103,7 @@ class HandleUpdate:
         it is given."""
         manifest: Manifest | None = None
         described: Described | None = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
 
         def agree(found: Manifest) -> Described:
             nonlocal manifest, described
@@ -112,12 +112,17 @@ class HandleUpdate:
 
         try:
             yield agree
-        except Exception as error:
+        except BaseException as error:  # after an interrupt, too, the others wait for an answer
             failure = error
-        reports = self._tell(Report(None if failure is None else str(failure), described))
+        try:
+            reports = self._tell(failure, described)
+        except Exception as lost:
+            if failure is not None:
+                raise failure from lost
+            raise
         if failure is not None:
             raise failure
-        failed = {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
+        failed = _failed(reports)
         if failed:
             raise UpdateRefused(
                 "nothing was touched: "
@@ -137,22 +142,29 @@ class HandleUpdate:
             receiver.apply_whole(opened.weights())
         except BaseException as error:
             failure = error
-        reports = self._tell(Report(None if failure is None else reason_of(failure)))
-        failed = {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
+        try:
+            failed = _failed(self._tell(failure))
+        except BaseException as lost:
+            # Who does not hear the others may be the only one that serves the new weights.
+            failed = {self._rank: reason_of(failure or lost)}
+            failure = failure or lost
         if not failed:
             return
         reason = "an update from handles failed while it was applied: " + "; ".join(
             f"worker {rank}: {error}" for rank, error in failed.items()
         )
-        if failure is None:
-            receiver.poison(reason)
-        elif not isinstance(failure, Exception):
+        receiver.poison(reason)
+        if failure is not None and not isinstance(failure, Exception):
             raise failure
         raise EnginePoisoned(
             reason, remedy="send a full update: it cures the engine without a restart"
         ) from failure
 
-    def _tell(self, report: Report) -> list[Report]:
+    def _tell(
+        self, failure: BaseException | None, described: Described | None = None
+    ) -> list[Report]:
+        """Tell the others how it went here; what all say, by rank."""
+        report = Report(None if failure is None else reason_of(failure), described)
         answers = self._exchange(msgspec.msgpack.encode(report))
         return [msgspec.msgpack.decode(answer, type=Report) for answer in answers]
 
@@ -172,6 +184,11 @@ class HandleUpdate:
             found = described(self._rank, manifest, description, seconds=0.0)
             self._known = {manifest.hash: found}
         return found
+
+
+def _failed(reports: list[Report]) -> dict[int, str]:
+    """What went wrong, by rank."""
+    return {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
 
 
 def _of(handles: Any, device_id: str) -> Any:

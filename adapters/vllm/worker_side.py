@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weightsync.adapters.vllm.exchange import exchange
+from weightsync.adapters.vllm.exchange import exchange_among_workers
 from weightsync.adapters.vllm.handle_update import HandleUpdate
 from weightsync.adapters.vllm.target import VllmTarget
 from weightsync.handles import host_id
@@ -47,9 +47,7 @@ class WorkerSide:
         world_size = parallel.world_size * parallel.data_parallel_size
         self._target = VllmTarget(model, vllm_config, self.device)
         self._receiver = Receiver(self._target, rank=rank, world_size=world_size)
-        self._handles = HandleUpdate(
-            self._target, rank, lambda content: exchange(content, world_size)
-        )
+        self._handles = HandleUpdate(self._target, parallel.rank, exchange_among_workers)
         self.last_error: str | None = None
 
     def join(self, path: str, session: str) -> bool:
@@ -92,7 +90,7 @@ class WorkerSide:
         """See `HandleUpdate.run`. A sender that holds this worker loses it."""
         return self._quietly(
             "update_weights_from_ipc_handles",
-            lambda: self._handles.run(handles, self.device_id(), self._receiver),
+            lambda: self._handles.run(handles, self.device_id, self._receiver),
         )
 
     def close(self) -> None:

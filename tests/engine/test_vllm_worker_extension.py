@@ -81,6 +81,7 @@ def test_handles_update_the_engine_again_and_again(rig: ExtensionRig) -> None:
             assert rig.take(exported), rig.error()
         rig.assert_serves(variant)
     assert rig.rpc("weightsync_version") is None  # handles carry none
+    assert rig.engine.version(Deadline.after(5)) is None  # and not what vLLM was told before
 
 
 def test_the_other_names_of_the_field_do_the_same(rig: ExtensionRig) -> None:

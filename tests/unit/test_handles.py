@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import weightsync as ws
+from weightsync import handles
+from weightsync.digest import digest_spans
 from weightsync.errors import (
     ManifestError,
     ProofFailed,
@@ -125,6 +127,25 @@ def test_one_changed_bit_is_found(exported: ExportedHandles) -> None:
     assert [mismatch.tensor for mismatch in failure.value.mismatches] == ["d.weight"]
 
 
+def test_a_comparison_of_two_tensors_reads_those_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {**STATE, "tied": STATE["d.weight"].clone(), "zero": torch.zeros(33)}
+    read: list[list[int]] = []
+
+    def recorded(addresses: Any, nbytes: Any, *rest: Any) -> Any:
+        read.append(nbytes.tolist())
+        return digest_spans(addresses, nbytes, *rest)
+
+    with export_handles(ws.StateDictSource(state), ["cpu-1"]) as exported:
+        names = list(state)
+        with open_handle(handle_of(exported)) as opened:
+            monkeypatch.setattr(handles, "digest_spans", recorded)
+            positions = [opened.manifest.index[name] for name in names]
+            place = dict(zip(names, positions, strict=True))
+            assert opened.same_bytes(place["tied"], place["d.weight"])
+            assert not opened.same_bytes(place["zero"], place["d.weight"])  # 0.0 is not -0.0
+    assert read == [[132, 132]] * 2
+
+
 def set_to(**changes: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda handle: handle.update(changes)
 
@@ -142,6 +163,10 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "huge": (set_to(nbytes=1 << 63), "nbytes"),
     "seed": (set_to(seed="xyz"), "seed"),
     "long seed": (set_to(seed="1" * 17), "seed"),
+    "line for a seed": (set_to(seed="\n"), "seed"),
+    "line after the seed": (set_to(seed="1\n"), "seed"),
+    "line after the kind": (set_to(kind="shm\n"), "kind"),
+    "line after the digests": (lambda h: h.update(digests=h["digests"][:-1] + "\n"), "digests"),
     "digest digits": (set_to(digests="zz"), "digests"),
     "too few digests": (lambda h: h.update(digests=h["digests"][:-2]), "digits of digests"),
     "another host": (set_to(host="cpu-elsewhere"), "reaches no other host"),
