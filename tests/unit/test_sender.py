@@ -230,6 +230,18 @@ def test_a_failing_worker_poisons_the_whole_engine_and_a_full_update_cures_it(
     assert not engine.is_paused(Deadline.after(1))
 
 
+def test_a_worker_refuses_before_it_cleans_up_and_even_if_that_fails(engine: ToyEngine) -> None:
+    engine.set_faults({1: {"apply_raises": "no more", "restore_raises": "nor this"}})
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        with pytest.raises(EnginePoisoned, match="no more"):
+            sender.sync(1)
+        assert [worker["refused_at_restore"] for worker in engine.status()] == [None, True]
+        assert all(worker["poisoned"] and worker["refused"] for worker in engine.status())
+        engine.set_faults({})
+        sender.sync(2)
+    assert engine.tensors() == [as_hex(tensors(1))] * 2
+
+
 def test_an_update_that_is_aborted_on_a_poisoned_engine_leaves_it_poisoned(
     engine: ToyEngine,
 ) -> None:

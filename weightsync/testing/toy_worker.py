@@ -45,7 +45,13 @@ class FaultyTarget(ModuleTarget):
         verify_kills: SIGKILL of this process instead of an answer
         verify_waits: path of a file that must be there before anything is taken in
         refuse_raises: requests cannot be refused
+        restore_raises: text of an exception raised by what cleans up after a failed apply
+
+    Attributes:
+        refused_at_restore: whether requests were refused when that began; None before.
     """
+
+    refused_at_restore: bool | None = None
 
     def __init__(self, module: torch.nn.Module, faults: dict[str, Any]) -> None:
         super().__init__(module, engine="toy")
@@ -101,6 +107,12 @@ class FaultyTarget(ModuleTarget):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(once or self.faults["apply_raises"])
         return super().apply(weights)
+
+    def restore(self) -> None:
+        self.refused_at_restore = self.refused is not None
+        if "restore_raises" in self.faults:
+            raise RuntimeError(self.faults["restore_raises"])
+        super().restore()
 
 
 class FaultyReceiver(Receiver):
@@ -200,6 +212,7 @@ def main() -> None:
             answer = {
                 **msgspec.to_builtins(receiver.status()),
                 "refused": target.refused,
+                "refused_at_restore": target.refused_at_restore,
                 "resources": resources(),
             }
         receiver.moment(f"after_{call}")
