@@ -22,10 +22,12 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=ti
 mine = [b"", b"x" * 100_001][rank]
 assert exchange(mine, dist.group.WORLD) == [b"", b"x" * 100_001]
 assert exchange(b"ab"[rank:], dist.group.WORLD) == [b"ab", b"b"]
+store.set(f"heard {rank}", "")
+store.wait(["heard 0", "heard 1"], timedelta(seconds=60))  # or what was said last may be lost
 if rank == 0 and case != "both":
     if case == "late":
         sys.stdin.read()  # until the other has given up
-    sys.exit()
+    os._exit(0)
 if case != "both":
     started = time.monotonic()
     try:
