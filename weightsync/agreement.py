@@ -12,7 +12,7 @@ from weightsync.errors import PlanRefused, Problem, ProtocolError
 from weightsync.manifest import Manifest
 from weightsync.messages import Ack, Described, Mode
 from weightsync.outbox import Outbox
-from weightsync.plan.match import check_descriptions
+from weightsync.plan.match import check_descriptions, tied_apart
 from weightsync.roster import Roster
 from weightsync.sources.base import Source, same_bytes
 from weightsync.sources.selection import Selection, named
@@ -166,8 +166,7 @@ class Agreement:
             spec = whole.tensors[other]
             equal = (spec.dtype, spec.shape) == (one.dtype, one.shape)
             if not equal or not same_bytes(source, whole, whole.index[one.name], other):
-                detail = f"is the same memory in the engine as {name!r}, but has other bytes"
-                raise self._untied([Problem("duplicate", one.name, detail)])
+                raise self._untied([tied_apart(one.name, name)])
 
     def _same(self, view: Source, manifest: Manifest, taken: _Taken) -> dict[str, str]:
         """Tensors that need not be sent, being the same bytes as another: ``{name: other}``.
@@ -183,8 +182,7 @@ class Agreement:
                 if (index, other) in taken.everywhere:
                     same[one.name] = two.name
                 continue
-            detail = f"is the same memory in the engine as {two.name!r}, but has other bytes"
-            problems.append(Problem("duplicate", one.name, detail))
+            problems.append(tied_apart(one.name, two.name))
         if problems:
             raise self._untied(problems)
         return same

@@ -331,19 +331,9 @@ def last_words(workers: Sequence[Worker]) -> str:
     Raises:
         Superseded: that a newer sender has taken over.
     """
-    said = []
-    for worker in workers:
-        try:
-            message = worker.channel.poll()
-            while message is not None:
-                if isinstance(message, Refused):
-                    if message.of == "session":
-                        _refuse(worker, message)
-                    said.append(f"{worker.name}: {message.reason}")
-                message = worker.channel.poll()
-        except TransportError:
-            continue
-    return "; ".join(said)
+    said = [(worker.name, message) for worker in workers for message in _drained(worker)[0]]
+    refused = [(name, message) for name, message in said if isinstance(message, Refused)]
+    return "; ".join(f"{name}: {message.reason}" for name, message in refused)
 
 
 def lost(workers: Sequence[Worker]) -> str | None:
@@ -353,15 +343,23 @@ def lost(workers: Sequence[Worker]) -> str | None:
     Raises:
         Superseded: it said that a newer sender has taken over.
     """
-    gone = None
-    for worker in workers:
-        try:
-            message = worker.channel.poll()
-            # Answers that nobody waits for any more may stand before the last word.
-            while message is not None:
-                if isinstance(message, Refused) and message.of == "session":
-                    _refuse(worker, message)
-                message = worker.channel.poll()
-        except TransportError:
-            gone = gone or worker.name
-    return gone
+    gone = [worker.name for worker in workers if _drained(worker)[1]]
+    return gone[0] if gone else None
+
+
+def _drained(worker: Worker) -> tuple[list[Message], bool]:
+    """Everything that a worker has said, and whether it has hung up.
+
+    Raises:
+        Superseded: that a newer sender has taken over. Answers that nobody waits for any more may
+            stand before that.
+    """
+    said: list[Message] = []
+    try:
+        while (message := worker.channel.poll()) is not None:
+            if isinstance(message, Refused) and message.of == "session":
+                _refuse(worker, message)
+            said.append(message)
+    except TransportError:
+        return said, True
+    return said, False

@@ -18,6 +18,7 @@ from weightsync.errors import DigestMismatch, PeerLost, ProofFailed, UpdateAbort
 from weightsync.manifest import Manifest
 from weightsync.messages import Ack, Begin, Digests, Follow, Mode
 from weightsync.outbox import Outbox
+from weightsync.proof import mismatches
 from weightsync.receipt import EngineReceipt, LevelShare, ProofLevel, Receipt
 from weightsync.roster import Roster
 from weightsync.sources.base import pour
@@ -38,6 +39,7 @@ class Delivery:
     Attributes:
         update_id: made of the version, and unique.
         seed: of its digests; drawn for it alone.
+        half, base: of the arena, and where that begins in bytes, once it has begun.
         digests: of all its tensors, once they have moved, shape (n, 2).
         seconds: that it took, by phase.
     """
@@ -73,7 +75,8 @@ class Delivery:
         return [proof for worker, proof in pairs if worker.engine == engine.name]
 
     def begin(self, deadline: Deadline) -> None:
-        """Let all workers know that bytes are about to come."""
+        """Let all workers know that bytes are about to come. Whoever gives up from here on aborts
+        the outbox."""
         workers, outbox = self._roster.workers, self._outbox
         self.half, self.base = outbox.half, outbox.base(outbox.half)
         ring_update = outbox.begin(self.manifest, self.seed, workers, deadline)
@@ -86,11 +89,7 @@ class Delivery:
             filled=False,
             seconds=deadline.seconds,
         )
-        try:
-            ask_all(workers, begin, Ack, deadline, belongs_to=self.update_id)
-        except BaseException:
-            outbox.abort()
-            raise
+        ask_all(workers, begin, Ack, deadline, belongs_to=self.update_id)
 
     def move(self, deadline: Deadline, progress: Callable[[int, int], None] | None) -> None:
         """Read the source into the outbox while all workers follow, and compare.
@@ -164,7 +163,7 @@ def _compare(
         ProofFailed: at least one differs.
         UpdateAborted: a worker digested another number of tensors.
     """
-    mismatches = []
+    wrong: list[DigestMismatch] = []
     for worker, proof, trainers in zip(
         workers, proofs, np.broadcast_to(expected, (len(workers), len(manifest), 2)), strict=True
     ):
@@ -174,14 +173,6 @@ def _compare(
                 f"expected {len(manifest)}"
             )
         found = np.frombuffer(proof.digests, "<u8").reshape(-1, 2)
-        for index in np.flatnonzero((found != trainers).any(axis=1)).tolist():
-            mismatches.append(
-                DigestMismatch(
-                    tensor=manifest.tensors[index].name,
-                    worker=worker.name,
-                    expected=trainers[index].tobytes().hex(),
-                    found=found[index].tobytes().hex(),
-                )
-            )
-    if mismatches:
-        raise ProofFailed(mismatches)
+        wrong += mismatches(manifest, worker.name, trainers, found)
+    if wrong:
+        raise ProofFailed(wrong)

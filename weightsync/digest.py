@@ -171,6 +171,18 @@ def digest_spans(
     return _native.digest_table(table_rows(columns), _n_out(columns, n_out), threads=threads)
 
 
+def digest_tensors(addresses: U64Like, nbytes: U64Like, seeds: U64Like) -> U64Array:
+    """Digests n whole tensors of host memory: `digest_spans`, each from its first byte.
+
+    Args:
+        addresses, nbytes, seeds: (n,) as in `digest_spans`.
+
+    Returns:
+        (n, 2) uint64.
+    """
+    return digest_spans(addresses, nbytes, np.zeros(len(addresses), np.uint64), seeds)
+
+
 def copy_and_digest_spans(
     sources: U64Like,
     destinations: U64Like,

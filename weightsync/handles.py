@@ -31,9 +31,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.digest import derive_seeds, digest_spans
-from weightsync.errors import DigestMismatch, ProofFailed, ProtocolError, UpdateRefused
+from weightsync.digest import derive_seeds, digest_tensors
+from weightsync.errors import ProofFailed, ProtocolError, UpdateRefused
 from weightsync.manifest import MAX_BYTES, Manifest, TensorSpec
+from weightsync.proof import mismatches
 from weightsync.sources.base import Source, fill
 from weightsync.target import StagedWeights
 from weightsync.transport.shm import ALIGNMENT, ArenaReader, ShmArena, arena_offsets
@@ -235,19 +236,9 @@ class OpenedHandle:
             ProofFailed: at least one has other bytes than were exported.
         """
         found = self._digest(derive_seeds(self._seed, self.manifest.identities))
-        wrong = np.flatnonzero((found != self._digests).any(axis=1)).tolist()
+        wrong = mismatches(self.manifest, "this worker", self._digests, found)
         if wrong:
-            raise ProofFailed(
-                [
-                    DigestMismatch(
-                        tensor=self.manifest.tensors[index].name,
-                        worker="this worker",
-                        expected=self._digests[index].tobytes().hex(),
-                        found=found[index].tobytes().hex(),
-                    )
-                    for index in wrong
-                ]
-            )
+            raise ProofFailed(wrong)
 
     def weights(self) -> StagedWeights:
         """The tensors, through a private mapping of their own."""
@@ -266,8 +257,7 @@ class OpenedHandle:
     ) -> NDArray[np.uint64]:
         with self._arena.held() as address:
             addresses = self._offsets[index] + np.uint64(address)
-            nbytes = self.manifest.nbytes[index]
-            return digest_spans(addresses, nbytes, np.zeros_like(addresses), seeds)
+            return digest_tensors(addresses, self.manifest.nbytes[index], seeds)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weightsync.digest import copy_spans, digest_spans
+from weightsync.digest import copy_spans, digest_tensors
 from weightsync.errors import Problem, UpdateRefused
 from weightsync.manifest import Manifest
 from weightsync.messages import Mode
@@ -101,11 +101,12 @@ class ModuleTarget:
         return incoming.digest()
 
     def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
-        addresses = self._addresses(incoming.manifest)
+        places = self._places_of(incoming.manifest)
         # Whatever becomes of the module's tensors, memory that is written to is not given back.
-        held = [tensor.untyped_storage() for tensor in self._tensors().values()]
-        digests = incoming.copy_to(addresses)
-        if not np.array_equal(self._addresses(incoming.manifest), addresses):
+        held = list(map(torch.Tensor.untyped_storage, places.seen.tensors))
+        digests = incoming.copy_to(places.addresses)
+        now = self._places_of(incoming.manifest).addresses
+        if not np.array_equal(now, places.addresses):
             raise UpdateRefused("the module's tensors were replaced while they were written")
         del held
         return digests
@@ -114,16 +115,14 @@ class ModuleTarget:
         started = time.perf_counter()
         manifest = weights.manifest
         with weights.addresses() as staged:
-            copy_spans(staged, self._addresses(manifest), manifest.nbytes)
+            copy_spans(staged, self._places_of(manifest).addresses, manifest.nbytes)
         return ApplyReport(load_seconds=time.perf_counter() - started)
 
     def restore(self) -> None:
         """Nothing to put back: copies into place leave whole tensors behind."""
 
     def served(self, manifest: Manifest, seeds: NDArray[np.uint64]) -> Served:
-        addresses = self._addresses(manifest)
-        starts = np.zeros_like(addresses)
-        digests = digest_spans(addresses, manifest.nbytes, starts, seeds)
+        digests = digest_tensors(self._places_of(manifest).addresses, manifest.nbytes, seeds)
         return Served(index=range(len(manifest)), digests=digests)
 
     def refuse(self, reason: str) -> None:
@@ -135,9 +134,9 @@ class ModuleTarget:
     def status(self) -> TargetStatus:
         return TargetStatus(engine=self._engine, device="cpu")
 
-    def _addresses(self, manifest: Manifest) -> NDArray[np.uint64]:
-        """Where each of the manifest's tensors lies in the module now, shape (n,). Looked up anew
-        only if a tensor is not what it was.
+    def _places_of(self, manifest: Manifest) -> _Places:
+        """Where each of the manifest's tensors lies in the module now. Looked up anew only if a
+        tensor is not what it was.
 
         Raises:
             UpdateRefused: a tensor is not what was described: replaced, resized or made strided.
@@ -146,13 +145,16 @@ class ModuleTarget:
         names, tensors = list(found), list(found.values())
         places = self._places
         if places is None or places.manifest != manifest or not places.seen.still(names, tensors):
-            addresses = _look_up(manifest, self._tensors())
+            addresses = _look_up(manifest, _cleaned(found))
             self._places = places = _Places(manifest, Seen(names, tensors), addresses)
-        return places.addresses
+        return places
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        found = self._module.state_dict(keep_vars=True)
-        return {clean_name(name): tensor for name, tensor in found.items()}
+        return _cleaned(self._module.state_dict(keep_vars=True))
+
+
+def _cleaned(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {clean_name(name): tensor for name, tensor in found.items()}
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

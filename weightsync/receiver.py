@@ -2,9 +2,8 @@
 
 Two threads meet here. The session's thread answers the sender: it maps the arena, digests what
 comes in while the engine goes on generating, and notices when a sender dies. The engine's thread
-calls `join`,
-`prepare`, `apply` and `finish`, through whatever hook the engine has; these never raise and never
-wait for the sender, so that an engine's RPC cannot hang on us.
+calls `join`, `prepare`, `apply` and `finish`, through whatever hook the engine has; these never
+raise and never wait for the sender, so that an engine's RPC cannot hang on us.
 
 State and epoch live here, not in the sender, so that a new sender can take over from a dead one.
 """
@@ -136,7 +135,7 @@ class Receiver:
             error = _text(failure)
             log.exception("update %s failed while it was applied", update_id)
             # First of all: whatever cleaning up does, nothing is to be served from here on.
-            self._poison(f"update {update_id} failed while it was applied: {error}")
+            self.poison(f"update {update_id} failed while it was applied: {error}")
             self._restore()
             if not isinstance(failure, Exception):
                 raise
@@ -170,14 +169,17 @@ class Receiver:
                 self._state.forget()
             self._target.apply(weights)
         except BaseException as error:
-            self._poison(f"weights that came another way could not be applied: {_text(error)}")
+            self.poison(f"weights that came another way could not be applied: {_text(error)}")
             self._restore()
             raise
 
     def poison(self, reason: str) -> None:
         """The weights may be a mixture, whatever brought them there: refuse until a full update
-        cures it."""
-        self._poison(reason)
+        cures it. Any thread."""
+        with self._lock:
+            self._state.poison(reason)
+        log.error("poisoned: %s", reason)
+        self._refuse(reason)
 
     def close(self) -> None:
         """Leave the sender and give everything back."""
@@ -273,7 +275,7 @@ class Receiver:
                 if self._staging is not None:
                     self._staging.weights = None
             case Poison():
-                self._poison(message.reason)
+                self.poison(message.reason)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is nothing that a worker is told")
 
@@ -334,7 +336,7 @@ class Receiver:
     def _sender_lost(self, reason: str) -> None:
         if self._state.phase is Phase.APPLYING:
             # Other workers may or may not have applied it: nobody is left who knows.
-            self._poison(f"the sender was lost while an update was applied ({reason})")
+            self.poison(f"the sender was lost while an update was applied ({reason})")
         self._state.abort()
         self._drop_staging()
 
@@ -342,12 +344,6 @@ class Receiver:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
-
-    def _poison(self, reason: str) -> None:
-        with self._lock:
-            self._state.poison(reason)
-        log.error("poisoned: %s", reason)
-        self._refuse(reason)
 
     def _refuse(self, reason: str) -> None:
         try:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightsync.deadline import Deadline
-from weightsync.digest import derive_seeds, digest_spans
+from weightsync.digest import derive_seeds, digest_tensors
 from weightsync.errors import ProtocolError, UpdateRefused
 from weightsync.manifest import Manifest
 from weightsync.messages import Begin, Layout
@@ -65,8 +65,7 @@ class Incoming:
             addresses = self.offsets + np.uint64(address)
             if not self.filled:
                 return self._follow(addresses)
-            starts = np.zeros_like(addresses)
-            return digest_spans(addresses, self.manifest.nbytes, starts, self.seeds)
+            return digest_tensors(addresses, self.manifest.nbytes, self.seeds)
 
     def copy_to(self, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Copy every tensor to its address, shape (n,), and digest what was written, shape (n, 2).

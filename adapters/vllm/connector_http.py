@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from weightsync.adapters.vllm.limits import check_quantization
-from weightsync.adapters.vllm.ways import EXTENSION, Offer, choose
+from weightsync.adapters.vllm.ways import EXTENSION, Offer, ThroughWay, choose
 from weightsync.deadline import Deadline
 from weightsync.engines.base import PauseMode
 from weightsync.errors import ConnectError, DeadlineExceeded
@@ -20,7 +20,7 @@ CONNECT_SECONDS = 30.0
 CONFIG = '{"backend": "weightsync"}'
 
 
-class VllmServer:
+class VllmServer(ThroughWay):
     """A vLLM OpenAI server in development mode, over HTTP. See `weightsync.engines.base.Engine`.
 
     Older servers do not report a weight version. Then `version` says what the workers know, where
@@ -62,12 +62,6 @@ class VllmServer:
             self._http.close()
             raise
 
-    def open_session(self, path: str, token: str, deadline: Deadline) -> None:
-        self._way.open_session(path, token, deadline)
-
-    def prepare(self, deadline: Deadline) -> None:
-        self._way.prepare(deadline)
-
     def is_paused(self, deadline: Deadline) -> bool:
         return bool(self._get("/is_paused", deadline).get("is_paused"))
 
@@ -79,26 +73,10 @@ class VllmServer:
     def resume(self, deadline: Deadline) -> None:
         self._post("/resume", deadline)
 
-    def begin(self, deadline: Deadline) -> None:
-        self._way.begin(deadline)
+    def _set_reported_version(self, version: str, deadline: Deadline) -> None:
+        self._post("/update_weight_version", deadline, {"new_version": version})
 
-    def apply(self, update_id: str, deadline: Deadline) -> None:
-        self._way.apply(update_id, deadline)
-
-    def finish(self, deadline: Deadline) -> None:
-        self._way.finish(deadline)
-
-    def adopt_session(self, is_open: bool) -> None:
-        self._way.adopt_session(is_open)
-
-    def set_version(self, version: str, deadline: Deadline) -> None:
-        """Nothing, where the server reports no version."""
-        if self._reports_version:
-            self._post("/update_weight_version", deadline, {"new_version": version})
-
-    def version(self, deadline: Deadline) -> str | None:
-        if self._way.asks_workers or not self._reports_version:
-            return self._way.version(deadline)
+    def _reported_version(self, deadline: Deadline) -> str | None:
         found = self._get("/weight_info", deadline).get("weight_version")
         return None if found is None else str(found)
 
@@ -155,7 +133,6 @@ class VllmServer:
         model_config = config.get("model_config") or {}
         check_quantization(f"the server at {self._url}", model_config.get("quantization"))
         self._way = way
-        self.way = way.name
         self.workers = size
         self._reports_version = self._has_route("/weight_info", deadline)
         self._connector = config.get("kv_transfer_config") is not None
@@ -176,14 +153,7 @@ class VllmServer:
 
     def _has_route(self, path: str, deadline: Deadline) -> bool:
         """Whether there is such a route. One that wants a POST is there, but answers no GET."""
-        awaited = f"{self.name} to answer GET {path}"
-        try:
-            answer = self._http.get(path, timeout=deadline.remaining(awaited))
-        except httpx.TimeoutException as error:
-            raise DeadlineExceeded(awaited, deadline.seconds) from error
-        except httpx.TransportError as error:
-            raise self._unreachable("GET", path, error) from error
-        return answer.status_code != httpx.codes.NOT_FOUND
+        return self._send("GET", path, deadline, None).status_code != httpx.codes.NOT_FOUND
 
     def _command(self, model: str, *, extend: bool = False) -> str:
         url = httpx.URL(self._url)
@@ -217,15 +187,7 @@ class VllmServer:
         return self._request("POST", path, deadline, body)
 
     def _request(self, method: str, path: str, deadline: Deadline, body: Any) -> dict[str, Any]:
-        awaited = f"{self.name} to answer {method} {path}"
-        try:
-            answer = self._http.request(
-                method, path, json=body, timeout=deadline.remaining(awaited)
-            )
-        except httpx.TimeoutException as error:
-            raise DeadlineExceeded(awaited, deadline.seconds) from error
-        except httpx.TransportError as error:
-            raise self._unreachable(method, path, error) from error
+        answer = self._send(method, path, deadline, body)
         if answer.status_code >= 400:
             raise ConnectError(
                 f"{self.name} answered {answer.status_code} to {method} {path}: "
@@ -238,8 +200,14 @@ class VllmServer:
             found = {}
         return found if isinstance(found, dict) else {}
 
-    def _unreachable(self, method: str, path: str, error: Exception) -> ConnectError:
-        return ConnectError(
-            f"{self.name} does not answer {method} {path}: {error}",
-            remedy="see whether the server is alive, and its log",
-        )
+    def _send(self, method: str, path: str, deadline: Deadline, body: Any) -> httpx.Response:
+        awaited = f"{self.name} to answer {method} {path}"
+        try:
+            return self._http.request(method, path, json=body, timeout=deadline.remaining(awaited))
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(awaited, deadline.seconds) from error
+        except httpx.TransportError as error:
+            raise ConnectError(
+                f"{self.name} does not answer {method} {path}: {error}",
+                remedy="see whether the server is alive, and its log",
+            ) from error

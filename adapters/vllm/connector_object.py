@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weightsync.adapters.vllm.limits import check_quantization
-from weightsync.adapters.vllm.ways import EXTENSION, Offer, choose
+from weightsync.adapters.vllm.ways import EXTENSION, Offer, ThroughWay, choose
 from weightsync.deadline import Deadline
 from weightsync.engines.base import PauseMode
 from weightsync.errors import ConnectError
@@ -18,7 +18,7 @@ CHECK_SECONDS = 0.5
 """How often a call into another process looks whether that is still alive."""
 
 
-class VllmObject:
+class VllmObject(ThroughWay):
     """A ``vllm.LLM`` of this process. See `weightsync.engines.base.Engine`.
 
     ``LLM`` takes steps only while its owner calls it. A sender is one more such call: it must not
@@ -68,7 +68,6 @@ class VllmObject:
             )
         check_quantization("this LLM", config.model_config.quantization)
         self._way = way
-        self.way = way.name
         self._reports_version = hasattr(llm, "update_weight_version")
         self.workers = int(llm.get_world_size())
         self._multimodal = bool(config.model_config.multimodal_config)
@@ -77,12 +76,6 @@ class VllmObject:
         core = llm.llm_engine.engine_core
         self._core = core
         self._same_process = any(kind.__name__ == "InprocClient" for kind in type(core).__mro__)
-
-    def open_session(self, path: str, token: str, deadline: Deadline) -> None:
-        self._way.open_session(path, token, deadline)
-
-    def prepare(self, deadline: Deadline) -> None:
-        self._way.prepare(deadline)
 
     def is_paused(self, deadline: Deadline) -> bool:
         return False
@@ -112,26 +105,10 @@ class VllmObject:
     def resume(self, deadline: Deadline) -> None:
         """Nothing to do, see the class."""
 
-    def begin(self, deadline: Deadline) -> None:
-        self._way.begin(deadline)
+    def _set_reported_version(self, version: str, deadline: Deadline) -> None:
+        self._run(deadline, self._llm.update_weight_version, version)
 
-    def apply(self, update_id: str, deadline: Deadline) -> None:
-        self._way.apply(update_id, deadline)
-
-    def finish(self, deadline: Deadline) -> None:
-        self._way.finish(deadline)
-
-    def adopt_session(self, is_open: bool) -> None:
-        self._way.adopt_session(is_open)
-
-    def set_version(self, version: str, deadline: Deadline) -> None:
-        """Nothing, where this vLLM reports no version."""
-        if self._reports_version:
-            self._run(deadline, self._llm.update_weight_version, version)
-
-    def version(self, deadline: Deadline) -> str | None:
-        if self._way.asks_workers or not self._reports_version:
-            return self._way.version(deadline)
+    def _reported_version(self, deadline: Deadline) -> str | None:
         return str(self._run(deadline, self._llm.get_weight_version))
 
     def reset_caches(self, deadline: Deadline, *, recompute: bool) -> None:

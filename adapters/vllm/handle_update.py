@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from weightsync.errors import EnginePoisoned, PlanRefused, Problem, UpdateRefused, reason_of
+from weightsync.errors import EnginePoisoned, PlanRefused, UpdateRefused, reason_of
 from weightsync.handles import OpenedHandle, open_handle
 from weightsync.manifest import Manifest, TensorSpec
 from weightsync.messages import Described
-from weightsync.plan.match import check_descriptions
+from weightsync.plan.match import check_descriptions, tied_apart
 from weightsync.receiver import Receiver, described
 from weightsync.target import Target
 
@@ -205,11 +205,7 @@ def _check_tied(opened: OpenedHandle, found: Described) -> None:
     """Tensors that are one memory in the engine must have the same bytes."""
     names = [spec.name for spec in opened.manifest.tensors]
     problems = [
-        Problem(
-            "duplicate",
-            names[one],
-            f"is the same memory in the engine as {names[other]!r}, but has other bytes",
-        )
+        tied_apart(names[one], names[other])
         for one, other in found.tied
         if not opened.same_bytes(one, other)
     ]

@@ -23,6 +23,7 @@ __all__ = [
     "Caller",
     "Extension",
     "Offer",
+    "ThroughWay",
     "Way",
     "choose",
 ]
@@ -206,3 +207,54 @@ def choose(offer: Offer, caller: Caller, extension: str) -> Way | None:
     if offer.extension == extension:
         return Extension(caller)
     return None
+
+
+class ThroughWay(ABC):
+    """What connectors have in common: calls that end on workers go through the way that was chosen.
+    See `weightsync.engines.base.Engine`.
+
+    Attributes:
+        way: its name, for messages.
+    """
+
+    _way: Way
+    _reports_version: bool
+    """vLLM itself knows of weight versions."""
+
+    @property
+    def way(self) -> str:
+        return self._way.name
+
+    def open_session(self, path: str, token: str, deadline: Deadline) -> None:
+        self._way.open_session(path, token, deadline)
+
+    def prepare(self, deadline: Deadline) -> None:
+        self._way.prepare(deadline)
+
+    def begin(self, deadline: Deadline) -> None:
+        self._way.begin(deadline)
+
+    def apply(self, update_id: str, deadline: Deadline) -> None:
+        self._way.apply(update_id, deadline)
+
+    def finish(self, deadline: Deadline) -> None:
+        self._way.finish(deadline)
+
+    def adopt_session(self, is_open: bool) -> None:
+        self._way.adopt_session(is_open)
+
+    def set_version(self, version: str, deadline: Deadline) -> None:
+        """Nothing, where this vLLM reports no version."""
+        if self._reports_version:
+            self._set_reported_version(version, deadline)
+
+    def version(self, deadline: Deadline) -> str | None:
+        if self._way.asks_workers or not self._reports_version:
+            return self._way.version(deadline)
+        return self._reported_version(deadline)
+
+    @abstractmethod
+    def _set_reported_version(self, version: str, deadline: Deadline) -> None: ...
+
+    @abstractmethod
+    def _reported_version(self, deadline: Deadline) -> str | None: ...

@@ -18,7 +18,7 @@ import torch
 
 import weightsync as ws
 from weightsync import handles
-from weightsync.digest import digest_spans
+from weightsync.digest import digest_tensors
 from weightsync.errors import (
     ManifestError,
     ProofFailed,
@@ -131,14 +131,14 @@ def test_a_comparison_of_two_tensors_reads_those_two(monkeypatch: pytest.MonkeyP
     state = {**STATE, "tied": STATE["d.weight"].clone(), "zero": torch.zeros(33)}
     read: list[list[int]] = []
 
-    def recorded(addresses: Any, nbytes: Any, *rest: Any) -> Any:
+    def recorded(addresses: Any, nbytes: Any, seeds: Any) -> Any:
         read.append(nbytes.tolist())
-        return digest_spans(addresses, nbytes, *rest)
+        return digest_tensors(addresses, nbytes, seeds)
 
     with export_handles(ws.StateDictSource(state), ["cpu-1"]) as exported:
         names = list(state)
         with open_handle(handle_of(exported)) as opened:
-            monkeypatch.setattr(handles, "digest_spans", recorded)
+            monkeypatch.setattr(handles, "digest_tensors", recorded)
             positions = [opened.manifest.index[name] for name in names]
             place = dict(zip(names, positions, strict=True))
             assert opened.same_bytes(place["tied"], place["d.weight"])

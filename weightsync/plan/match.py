@@ -10,7 +10,13 @@ from weightsync.errors import ManifestError, PlanRefused, Problem, ProtocolError
 from weightsync.manifest import Manifest
 from weightsync.messages import Described, Partial
 
-__all__ = ["check_descriptions"]
+__all__ = ["check_descriptions", "tied_apart"]
+
+
+def tied_apart(name: str, other: str) -> Problem:
+    """Two tensors that are one memory in an engine hold different bytes in the trainer."""
+    detail = f"is the same memory in the engine as {other!r}, but has other bytes"
+    return Problem("duplicate", name, detail)
 
 
 def check_descriptions(

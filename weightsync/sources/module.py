@@ -190,11 +190,14 @@ class Seen:
     look finds the same.
 
     Of 30,000 tensors each line costs 1 to 4 ms, so there is no loop in Python.
+
+    Attributes:
+        tensors: as given.
     """
 
     def __init__(self, names: list[str], tensors: list[torch.Tensor]) -> None:
         self._names = names
-        self._tensors = tensors  # themselves: another tensor may later get the id of one that went
+        self.tensors = tensors  # themselves: another tensor may later get the id of one that went
         self._addresses = list(map(_ADDRESS, tensors))
         self._dtypes = list(map(_DTYPE, tensors))
         self._shapes = list(map(_SHAPE, tensors))
@@ -208,7 +211,7 @@ class Seen:
         the tensor (torch changes it in none)."""
         return (
             names == self._names
-            and all(map(operator.is_, tensors, self._tensors))
+            and all(map(operator.is_, tensors, self.tensors))
             and set(map(type, tensors)) <= _PLAIN
             and list(map(_ADDRESS, tensors)) == self._addresses
             and all(map(operator.is_, map(_DTYPE, tensors), self._dtypes))
