@@ -29,9 +29,9 @@ class RingWriter {
     // at rest.
     uint64_t begin(uint64_t tensors);
 
-    // Copies and digests the spans chunk by chunk and publishes each chunk. A span's `out` is its tensor;
+    // Copies (and digests) the spans chunk by chunk and publishes each chunk. A span's `out` is its tensor;
     // its destination is where it lies in the arena, unused where the ring carries bytes.
-    void push(const std::vector<Span>& spans, const WaitLimits& limits);
+    void push(const std::vector<Span>& spans, bool digests, const WaitLimits& limits);
 
     void finish() { end(Status::finished); }
     void abort() { end(Status::aborted); }
@@ -80,7 +80,7 @@ class RingReader {
 
     // Takes the records of one update until the writer has finished it, and returns one digest per tensor
     // of what was copied (or, in a journal, of what lies in the arena and belongs to this reader's share).
-    std::vector<Sums> follow(uint64_t update, const std::vector<Tensor>& tensors,
+    std::vector<Sums> follow(uint64_t update, const std::vector<Tensor>& tensors, bool digests,
                              const WaitLimits& limits);
 
     bool carries_bytes() const { return carries_bytes_; }

@@ -54,12 +54,13 @@ void make_writer(RingWriter* self, uint64_t address, uint64_t nbytes, uint32_t r
     new (self) RingWriter(checked_base(address), nbytes, readers, capacity, carries_bytes, chunk);
 }
 
-Fault push(RingWriter& self, const Rows& rows, bool arena, const std::vector<int>& peers, double deadline) {
+Fault push(RingWriter& self, const Rows& rows, bool arena, bool digests, const std::vector<int>& peers, 
+           double deadline) {
     if (arena == self.carries_bytes())
         refuse(arena ? "this ring carries the bytes: spans have no destination"
                      : "this ring is a journal: spans need a destination in the arena");
     const std::vector<Span> spans = read_spans(rows, arena, true, self.tensors());
-    return guarded([&] { self.push(spans, limits_of(peers, deadline)); });
+    return guarded([&] { self.push(spans, digests, limits_of(peers, deadline)); });
 }
 
 std::vector<Tensor> read_tensors(const Rows& rows) {
@@ -74,12 +75,12 @@ std::vector<Tensor> read_tensors(const Rows& rows) {
     return tensors;
 }
 
-std::tuple<Fault, Table> follow(RingReader& self, uint64_t update, const Rows& rows,
+std::tuple<Fault, Table> follow(RingReader& self, uint64_t update, const Rows& rows, bool digests,
                                 const std::vector<int>& peers, double deadline) {
     const std::vector<Tensor> tensors = read_tensors(rows);
     std::vector<Sums> sums;
     Fault fault =
-        guarded([&] { sums = self.follow(update, tensors, limits_of(peers, deadline)); });
+        guarded([&] { sums = self.follow(update, tensors, digests, limits_of(peers, deadline)); });
     return {std::move(fault), to_table(sums)};
 }
 
@@ -102,12 +103,12 @@ void bind_ring(nb::module_& m) {
         .def("__init__", &make_writer, "address"_a, "nbytes"_a, "readers"_a, "capacity"_a,
              "carries_bytes"_a, "chunk"_a)
         .def("begin", &RingWriter::begin, "tensors"_a)
-        .def("push", &push, "rows"_a, "arena"_a, "peers"_a, "deadline"_a)
+        .def("push", &push, "rows"_a, "arena"_a, "digests"_a, "peers"_a, "deadline"_a)
         .def("finish", &RingWriter::finish)
         .def("abort", &RingWriter::abort)
         .def("sums", [](const RingWriter& self) { return to_table(self.sums()); });
     nb::class_<RingReader>(m, "RingReader")
-        .def("follow", &follow, "update"_a, "rows"_a, "peers"_a, "deadline"_a)
+        .def("follow", &follow, "update"_a, "rows"_a, "digests"_a, "peers"_a, "deadline"_a)
         .def_prop_ro("carries_bytes", &RingReader::carries_bytes);
     m.def("open_ring_reader", &open_reader, "address"_a, "nbytes"_a, "reader"_a);
 }

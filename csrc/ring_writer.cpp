@@ -47,7 +47,7 @@ uint64_t RingWriter::begin(uint64_t tensors) {
     return update_;
 }
 
-void RingWriter::push(const std::vector<Span>& spans, const WaitLimits& limits) {
+void RingWriter::push(const std::vector<Span>& spans, bool digests, const WaitLimits& limits) {
     for (const Span& span : spans) {
         for (uint64_t done = 0; done < span.nbytes; done += chunk_) {
             Span part = span;
@@ -66,9 +66,13 @@ void RingWriter::push(const std::vector<Span>& spans, const WaitLimits& limits) 
                 part.destination += done;
                 write = streaming_write(part.nbytes);
             }
-            Sums local;
-            digest_span(local, part, kernels_, write);
-            sums_[share * tensors_ + part.out] += local;
+            if (digests) {
+                Sums local;
+                digest_span(local, part, kernels_, write);
+                sums_[share * tensors_ + part.out] += local;
+            } else {
+                copy_span(part, write);
+            }
             if (write == Write::streaming) finish_streaming();
             put_header(at, RecordKind::data, part, share);
             publish(record);

@@ -35,7 +35,12 @@ class RingWriter:
     ) -> None: ...
     def begin(self, tensors: int) -> int: ...
     def push(
-        self, rows: NDArray[np.uint64], arena: bool, peers: list[int], deadline: float
+        self,
+        rows: NDArray[np.uint64],
+        arena: bool,
+        digests: bool,
+        peers: list[int],
+        deadline: float,
     ) -> tuple[int, int, str]: ...
     def finish(self) -> None: ...
     def abort(self) -> None: ...
@@ -45,5 +50,10 @@ class RingReader:
     @property
     def carries_bytes(self) -> bool: ...
     def follow(
-        self, update: int, rows: NDArray[np.uint64], peers: list[int], deadline: float
+        self,
+        update: int,
+        rows: NDArray[np.uint64],
+        digests: bool,
+        peers: list[int],
+        deadline: float,
     ) -> tuple[tuple[int, int, str], NDArray[np.uint64]]: ...

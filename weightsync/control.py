@@ -102,12 +102,19 @@ class Listener:
                 remedy="a socket's path has at most 107 bytes: set XDG_RUNTIME_DIR to a short one",
             ) from error
 
-    def accept(self, expected: Mapping[str, tuple[str, int]], deadline: Deadline) -> list[Worker]:
+    def accept(
+        self,
+        expected: Mapping[str, tuple[str, int]],
+        deadline: Deadline,
+        *,
+        only_look: bool = False,
+    ) -> list[Worker]:
         """Let all workers of some engines in, and take them over under the next epoch.
 
         Args:
             expected: by session token: the engine's name and its number of workers.
             deadline: by when all must be there.
+            only_look: do not take them over: whoever holds them keeps them.
 
         Returns:
             The workers, sorted by engine (as in ``expected``) and rank.
@@ -138,7 +145,7 @@ class Listener:
                 found[hello.session, hello.rank] = worker
             order = list(expected)
             workers = [found[key] for key in sorted(found, key=lambda k: (order.index(k[0]), k[1]))]
-            epoch = 1 + max(worker.status.epoch for worker in workers)
+            epoch = None if only_look else 1 + max(worker.status.epoch for worker in workers)
             answers = ask_all(workers, Welcome(epoch=epoch), Joined, deadline)
         except BaseException:
             close_all(list(found.values()))

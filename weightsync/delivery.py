@@ -87,6 +87,7 @@ class Delivery:
             base=self.base,
             ring_update=ring_update,
             filled=False,
+            prove="received",
             seconds=deadline.seconds,
         )
         ask_all(workers, begin, Ack, deadline, belongs_to=self.update_id)

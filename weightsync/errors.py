@@ -17,6 +17,7 @@ part alone.
       UpdateError           an update that did not end in a receipt
         UpdateRefused         asked for in a state, or with arguments, that do not allow it
         ProofFailed           a digest differs; the update was aborted, old weights intact
+          ServedMismatch        a model holds other bytes than it was handed
         UpdateAborted         given up before anything was applied; old weights intact
         EnginePoisoned        an engine may hold a mixture and refuses to serve
         RolledBack            an engine failed while applying, and serves the version before again
@@ -44,6 +45,7 @@ __all__ = [
     "ProofFailed",
     "ProtocolError",
     "RolledBack",
+    "ServedMismatch",
     "SourceError",
     "StreamAborted",
     "Superseded",
@@ -80,7 +82,20 @@ class ConnectError(WeightSyncError):
     """An engine cannot be reached or lacks something that an update needs."""
 
 
-ProblemKind = Literal["unknown", "missing", "shape", "dtype", "duplicate", "loader", "engine"]
+ProblemKind = Literal[
+    "unknown",
+    "missing",
+    "shape",
+    "dtype",
+    "duplicate",
+    "loader",
+    "engine",
+    "changed",
+    "moved",
+    "stale",
+]
+"""The last three are of what a model holds after an update: something that no tensor goes to has
+other bytes, lies elsewhere than before, or was not derived anew from what came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,31 +202,71 @@ class UpdateRefused(UpdateError):
 
 @dataclass(frozen=True, slots=True)
 class DigestMismatch:
-    """One tensor whose bytes on one worker are not the trainer's."""
+    """One tensor whose bytes on one worker are not the trainer's.
+
+    Attributes:
+        where: in the worker's model, and which part of the tensor; "" where what it was handed
+            differs.
+    """
 
     tensor: str
     worker: str
     expected: str
     found: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f" in {self.where}" if self.where else ""
+        return (
+            f"{self.tensor!r} on {self.worker}{place}: digest {self.found}, expected "
+            f"{self.expected}"
+        )
 
 
 class ProofFailed(UpdateError):
-    """At least one worker holds other bytes than the trainer. Old weights are intact.
+    """At least one worker holds other bytes than the trainer.
 
     Attributes:
         mismatches: tensor, worker, and both digests.
     """
 
     def __init__(self, mismatches: Sequence[DigestMismatch]) -> None:
-        first = mismatches[0]
         super().__init__(
             f"{len(mismatches)} tensor(s) arrived with other bytes than were sent, first "
-            f"{first.tensor!r} on {first.worker}: digest {first.found}, expected {first.expected}. "
+            f"{mismatches[0]}. "
             "The update was aborted; the engines serve what they served before.",
             remedy="do not write to the weights while stage() runs; if nobody does, suspect this "
             "host's memory and sync again",
         )
         self.mismatches = tuple(mismatches)
+
+
+class ServedMismatch(ProofFailed):
+    """A model does not hold what it should: found after an update was applied, which poisons, or by
+    `weightsync.prove`, which changes nothing.
+
+    Attributes:
+        mismatches: parts of tensors whose bytes differ.
+        faults: what else a worker found wrong.
+    """
+
+    SHOWN = 10
+
+    def __init__(self, mismatches: Sequence[DigestMismatch], faults: Sequence[Problem]) -> None:
+        found = [*map(str, mismatches), *map(str, faults)]
+        shown = "".join(f"\n  {one}" for one in found[: self.SHOWN])
+        more = len(found) - self.SHOWN
+        tail = f"\n  ... and {more} more" if more > 0 else ""
+        UpdateError.__init__(
+            self,
+            f"the model does not hold the trainer's weights: {len(found)} fault(s) of "
+            f"{len({m.tensor for m in mismatches} | {f.name for f in faults})} tensor(s):"
+            f"{shown}{tail}",
+            remedy="what was handed to the engine was proven before, so look at how the engine "
+            "loads what is named above; until that is mended, restart it with these weights",
+        )
+        self.mismatches = tuple(mismatches)
+        self.faults = tuple(faults)
 
 
 class UpdateAborted(UpdateError):

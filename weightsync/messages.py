@@ -11,6 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from weightsync.errors import ProblemKind
+from weightsync.holding import Holding
 from weightsync.manifest import TensorSpec
 
 __all__ = [
@@ -25,13 +26,17 @@ __all__ = [
     "Described",
     "Digests",
     "Follow",
+    "Found",
+    "Held",
     "Hello",
+    "Inspect",
     "Joined",
     "Layout",
     "Message",
     "Mode",
     "Partial",
     "Poison",
+    "Prove",
     "Refused",
     "Resumed",
     "Welcome",
@@ -39,11 +44,15 @@ __all__ = [
     "WorkerStatus",
 ]
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 
 Mode = Literal["staged", "streamed"]
 """``staged``: nothing is touched before everything is there and proven. ``streamed``: bytes are
 taken in as they come, and a failure in between poisons."""
+
+
+Prove = Literal["served", "received", "nothing"]
+"""What workers digest: what their models hold afterwards as well, what they are handed, nothing."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -89,9 +98,13 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Sender to worker: you are mine from now on, under this epoch."""
+    """Sender to worker: you are mine from now on, under this epoch.
 
-    epoch: int
+    Attributes:
+        epoch: None for somebody who only looks: whoever holds the worker keeps it.
+    """
+
+    epoch: int | None
 
 
 class Joined(Message, frozen=True, tag="joined"):
@@ -151,6 +164,8 @@ class Described(Message, frozen=True, tag="described"):
             tensor of that name comes.
         untouched: persistent buffers of the engine that no tensor goes to.
         seconds: that looking took.
+        holdings: where the model holds these tensors, as far as it can be read back.
+        unproven: ``(position, why)`` of tensors that cannot be read back, not or not all of them.
     """
 
     rank: int
@@ -161,6 +176,8 @@ class Described(Message, frozen=True, tag="described"):
     also: tuple[tuple[int, str], ...]
     untouched: tuple[str, ...]
     seconds: float
+    holdings: tuple[Holding, ...] = ()
+    unproven: tuple[tuple[int, str], ...] = ()
 
 
 class Begin(Message, frozen=True, tag="begin"):
@@ -173,6 +190,7 @@ class Begin(Message, frozen=True, tag="begin"):
         filled: the bytes are in the arena already, from an earlier update; nothing will come
             through the ring.
         seconds: in which the sender means to be done.
+        prove: what is to be digested.
     """
 
     update_id: str
@@ -182,6 +200,7 @@ class Begin(Message, frozen=True, tag="begin"):
     ring_update: int
     filled: bool
     seconds: float
+    prove: Prove
 
 
 class Follow(Message, frozen=True, tag="follow"):
@@ -195,14 +214,35 @@ class Follow(Message, frozen=True, tag="follow"):
     update_id: str
 
 
+class Found(msgspec.Struct, frozen=True):
+    """What a model holds now.
+
+    Attributes:
+        digests: one per holding, as (k, 2) little-endian u64.
+        unread: ``(holding, why)`` of those that could not be read this time.
+        faults: what is wrong, as far as the worker itself can tell.
+        seconds: that looking took.
+    """
+
+    digests: bytes
+    unread: tuple[tuple[int, str], ...]
+    faults: tuple[WireProblem, ...]
+    seconds: float
+
+
 class Digests(Message, frozen=True, tag="digests"):
     """Worker to sender: one digest per tensor, as (n, 2) little-endian u64, of those of its bytes
-    that this worker looked at. Each covers these bytes and their number."""
+    that this worker looked at. Each covers these bytes and their number.
+
+    Attributes:
+        found: of a streamed update, what the model holds afterwards, where that was asked for.
+    """
 
     update_id: str
     rank: int
     digests: bytes
     seconds: float
+    found: Found | None = None
 
 
 class Arm(Message, frozen=True, tag="arm"):
@@ -223,6 +263,7 @@ class Applied(Message, frozen=True, tag="applied"):
         error: None, or what went wrong.
         seconds: that applying took, all in all.
         load_seconds: thereof in the engine's own loader.
+        found: what the model holds afterwards, where that was asked for.
     """
 
     update_id: str
@@ -230,6 +271,34 @@ class Applied(Message, frozen=True, tag="applied"):
     error: str | None
     seconds: float
     load_seconds: float
+    found: Found | None = None
+
+
+class Inspect(Message, frozen=True, tag="inspect"):
+    """Somebody who only looks, to worker: what does the model hold of these tensors? The engine's
+    thread answers, by `Described` and, if they fit, by `Held`.
+
+    Attributes:
+        look_id: of this question.
+        tensors: the manifest, in order.
+        manifest_hash: checked by the worker against its own computation.
+        whole: these are meant to be all tensors of the model.
+        seed: of the digests.
+    """
+
+    look_id: str
+    tensors: tuple[TensorSpec, ...]
+    manifest_hash: str
+    whole: bool
+    seed: int
+
+
+class Held(Message, frozen=True, tag="held"):
+    """Worker to somebody who only looks: what its model holds."""
+
+    update_id: str
+    rank: int
+    found: Found
 
 
 class Commit(Message, frozen=True, tag="commit"):
@@ -283,6 +352,8 @@ AnyMessage = (
     | Described
     | Begin
     | Follow
+    | Inspect
+    | Held
     | Digests
     | Arm
     | Applied

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from weightsync.digest import copy_spans, digest_tensors
 from weightsync.errors import Problem, UpdateRefused
+from weightsync.holding import Holding
 from weightsync.manifest import Manifest
 from weightsync.messages import Mode
 from weightsync.sources.module import Seen, dtype_name
@@ -92,7 +93,10 @@ class ModuleTarget:
         ]
         return Description(
             tuple(problems),
-            served=tuple(range(len(manifest))),
+            holdings=tuple(
+                Holding(index, spec.name, (0,) * len(spec.shape), spec.shape)
+                for index, spec in enumerate(manifest.tensors)
+            ),
             tied=tuple(tied),
             also=tuple(elsewhere),
         )
@@ -121,9 +125,9 @@ class ModuleTarget:
     def restore(self) -> None:
         """Nothing to put back: copies into place leave whole tensors behind."""
 
-    def served(self, manifest: Manifest, seeds: NDArray[np.uint64]) -> Served:
-        digests = digest_tensors(self._places_of(manifest).addresses, manifest.nbytes, seeds)
-        return Served(index=range(len(manifest)), digests=digests)
+    def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
+        addresses = self._places_of(manifest).addresses
+        return Served(digest_tensors(addresses, manifest.nbytes, seeds))
 
     def refuse(self, reason: str) -> None:
         self._refused = reason

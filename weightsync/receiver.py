@@ -15,8 +15,8 @@ import os
 import threading
 import time
 
-from weightsync.errors import Problem, ProtocolError, StreamAborted, TransportError, UpdateRefused
-from weightsync.manifest import Manifest
+from weightsync.errors import ProtocolError, StreamAborted, TransportError, UpdateRefused
+from weightsync.inspection import Inspector, describe, described, found
 from weightsync.messages import (
     PROTOCOL,
     Abort,
@@ -25,26 +25,25 @@ from weightsync.messages import (
     Arm,
     Begin,
     Commit,
-    Described,
     Digests,
     Follow,
+    Found,
     Hello,
+    Inspect,
     Joined,
     Layout,
     Message,
-    Partial,
     Poison,
     Resumed,
-    WireProblem,
     WorkerStatus,
 )
 from weightsync.session import Session
 from weightsync.staging import Incoming, Staging
-from weightsync.target import Description, StagedWeights, Target
+from weightsync.target import StagedWeights, Target
 from weightsync.update import Phase, UpdateState
 from weightsync.wire import Channel
 
-__all__ = ["Receiver", "described"]
+__all__ = ["Receiver"]
 
 log = logging.getLogger("weightsync.receiver")
 
@@ -73,6 +72,7 @@ class Receiver:
         self._session: Session | None = None
         self._staging: Staging | None = None
         self._incoming: Incoming | None = None
+        self._inspector = Inspector(target, rank)
         self._following = threading.Lock()
         """Held while bytes come in: no update may begin while those of another still do."""
 
@@ -108,22 +108,22 @@ class Receiver:
         if staging is None or session is None or staging.described:
             return
         started = time.perf_counter()
-        try:
-            found = self._target.describe(staging.manifest, whole=staging.whole)
-        except Exception as error:
-            log.exception("cannot tell what the engine takes")
-            found = Description((Problem("loader", "the engine's loader", _text(error)),))
-        staging.described = not found.problems
-        session.answer(
-            described(self.rank, staging.manifest, found, seconds=time.perf_counter() - started)
+        said = describe(self._target, staging.manifest, whole=staging.whole)
+        staging.described = not said.problems
+        session.answer_from_engine(
+            described(self.rank, staging.manifest, said, seconds=time.perf_counter() - started)
         )
+
+    def look(self) -> None:
+        """Answer who asked what the model holds, if somebody did."""
+        self._inspector.answer()
 
     def apply(self, update_id: str) -> None:
         """Apply the armed update and tell the sender how it went."""
         started = time.perf_counter()
-        load_seconds, error = 0.0, None
+        load_seconds, error, held = 0.0, None, None
         with self._lock:
-            session = self._session
+            session, staging = self._session, self._staging
             weights = self._armed(update_id)
         try:
             if isinstance(weights, str):
@@ -131,6 +131,7 @@ class Receiver:
                 error = weights
             else:
                 load_seconds = self._target.apply(weights).load_seconds
+                held = self._found(staging)
         except BaseException as failure:
             error = _text(failure)
             log.exception("update %s failed while it was applied", update_id)
@@ -141,13 +142,14 @@ class Receiver:
                 raise
         finally:
             if session is not None:
-                session.answer(
+                session.answer_from_engine(
                     Applied(
                         update_id=update_id,
                         rank=self.rank,
                         error=error,
                         seconds=time.perf_counter() - started,
                         load_seconds=load_seconds,
+                        found=held,
                     )
                 )
 
@@ -206,8 +208,11 @@ class Receiver:
             status=self.status(),
         )
 
-    def take_over(self, session: Session, epoch: int) -> Joined:
-        """``session`` holds this worker from now on; what an older one left is cleared."""
+    def take_over(self, session: Session, epoch: int | None) -> Joined:
+        """``session`` holds this worker from now on; what an older one left is cleared. Without an
+        epoch it may only look, and nothing changes."""
+        if epoch is None:
+            return Joined(rank=self.rank, status=self.status())
         with self._lock:
             if epoch <= self._epoch:
                 raise ProtocolError(f"epoch {epoch} is not above {self._epoch}")
@@ -224,6 +229,7 @@ class Receiver:
 
     def lost(self, session: Session, reason: str) -> None:
         """A sender is gone."""
+        self._inspector.forget(session)
         with self._lock:
             if self._session is session:
                 self._session = None
@@ -233,9 +239,12 @@ class Receiver:
         """Act on what a sender says; the answer."""
         if isinstance(message, Follow):
             return self._follow(session, message)
-        with self._lock:
-            self._check_holder(session)
-            self._act(session, message)
+        if isinstance(message, Inspect):
+            self._inspector.ask(session, message)
+        else:
+            with self._lock:
+                self._check_holder(session)
+                self._act(session, message)
         tag = str(message.__struct_config__.tag)
         return Ack(of=tag, update_id=getattr(message, "update_id", ""), rank=self.rank)
 
@@ -297,6 +306,7 @@ class Receiver:
         try:
             take = self._target.stream if streamed else self._target.verify
             digests = take(incoming)
+            held = self._found(staging) if streamed else None
         except StreamAborted:
             return Ack(of="follow", update_id=message.update_id, rank=self.rank)
         except UpdateRefused as refusal:
@@ -312,6 +322,7 @@ class Receiver:
             update_id=message.update_id,
             rank=self.rank,
             digests=digests.astype("<u8").tobytes(),
+            found=held,
             seconds=time.perf_counter() - started,
         )
 
@@ -320,6 +331,12 @@ class Receiver:
             raise ProtocolError("this sender does not hold the worker any more")
 
     # --- shared -----------------------------------------------------------------------------
+
+    def _found(self, staging: Staging | None) -> Found | None:
+        """What the model holds of the update that has just been taken in, where that is asked."""
+        if staging is None or staging.prove != "served":
+            return None
+        return found(self._target, staging.manifest, staging.seed, staging.seeds)
 
     def _armed(self, update_id: str) -> StagedWeights | str:
         """The weights to apply from here on, or why there are none."""
@@ -357,20 +374,6 @@ class Receiver:
             self._target.restore()
         except Exception:
             log.exception("the engine could not be restored; only a restart helps")
-
-
-def described(rank: int, manifest: Manifest, found: Description, *, seconds: float) -> Described:
-    """What a target says of a manifest, as a message."""
-    return Described(
-        rank=rank,
-        manifest_hash=manifest.hash,
-        problems=tuple(WireProblem(p.kind, p.name, p.detail) for p in found.problems),
-        partial=tuple(Partial(i, b.offsets, b.lengths) for i, b in found.partial),
-        tied=found.tied,
-        also=found.also,
-        untouched=found.untouched,
-        seconds=seconds,
-    )
 
 
 def _staging(channel: Channel, layout: Layout) -> Staging:

@@ -161,6 +161,7 @@ def _restore(
         base=retained.base,
         ring_update=0,
         filled=True,
+        prove="received",
         seconds=deadline.seconds,
     )
     flip = Flip(engine, workers, update_id, retained.version, "keep", deadline, keep_requests=False)

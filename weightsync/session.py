@@ -23,6 +23,8 @@ log = logging.getLogger("weightsync.receiver")
 
 ANSWER_SECONDS = 60.0
 """How long a worker waits for a sender to take an answer, or to welcome it."""
+ENGINE_CALL_SECONDS = 24 * 3600.0
+"""How long an engine call may take whose answer waits; a sender that is gone is noticed at once."""
 FAREWELL_SECONDS = 0.5
 """How long a sender that is replaced may take to hear it."""
 EXIT_SECONDS = 5.0
@@ -48,8 +50,8 @@ class SessionOwner(Protocol):
 
     def hello(self, token: str) -> Hello: ...
 
-    def take_over(self, session: Session, epoch: int) -> Joined:
-        """The session holds the worker from now on."""
+    def take_over(self, session: Session, epoch: int | None) -> Joined:
+        """The session holds the worker from now on; or, without an epoch, may only look."""
         ...
 
     def handle(self, session: Session, message: Message) -> Message:
@@ -103,6 +105,36 @@ class Session:
                     self.channel.send(message, Deadline.after(ANSWER_SECONDS))
         except (WeightSyncError, OSError, ValueError) as error:
             log.warning("an answer did not reach the sender: %s", error)
+
+    def answer_from_engine(self, message: Message) -> None:
+        """Send, from the engine's thread, which must not wait: the sender may read only once the
+        engine call is over. What the socket does not take at once is sent by a thread of its own.
+        """
+        self._send_lock.acquire()
+        rest = memoryview(b"")
+        try:
+            if not self._ended:
+                rest = self.channel.send_at_once(message)
+            if rest:
+                threading.Thread(
+                    target=self._send_rest, args=(rest,), name="weightsync-answer", daemon=True
+                ).start()
+        except (WeightSyncError, OSError, ValueError, RuntimeError) as error:
+            log.warning("an answer did not reach the sender: %s", error)
+            self.channel.hang_up()  # half a message may be out
+            rest = memoryview(b"")
+        finally:
+            if not rest:
+                self._send_lock.release()
+
+    def _send_rest(self, rest: memoryview) -> None:
+        try:
+            self.channel.send_rest(rest, Deadline.after(ENGINE_CALL_SECONDS))
+        except (WeightSyncError, OSError, ValueError) as error:
+            log.warning("an answer did not reach the sender: %s", error)
+            self.channel.hang_up()
+        finally:
+            self._send_lock.release()
 
     def supersede(self, epoch: int) -> None:
         """Tell this sender that a newer one has taken over, if it listens, and hang up. Does not
@@ -174,6 +206,7 @@ class Session:
         )
 
     def _close(self) -> None:
+        self.channel.hang_up()  # who is still sending notices
         with self._send_lock:
             self._ended = True
             self.channel.close()

@@ -12,7 +12,7 @@ from weightsync.deadline import Deadline
 from weightsync.digest import derive_seeds, digest_tensors
 from weightsync.errors import ProtocolError, UpdateRefused
 from weightsync.manifest import Manifest
-from weightsync.messages import Begin, Layout
+from weightsync.messages import Begin, Layout, Prove
 from weightsync.target import StagedWeights
 from weightsync.transport.ring import Peer, RingReader
 from weightsync.transport.shm import ALIGNMENT, ArenaReader, arena_offsets
@@ -32,6 +32,7 @@ class Incoming:
     Attributes:
         manifest: of the update.
         seeds: of each tensor's digest, shape (n,).
+        digests: take them; otherwise zeros stand in their place.
         arena: that the update is staged in, or None.
         offsets: of each tensor in the arena, shape (n,).
         filled: all of it is there already.
@@ -43,6 +44,7 @@ class Incoming:
 
     manifest: Manifest
     seeds: NDArray[np.uint64]
+    digests: bool
     arena: ArenaReader | None
     offsets: NDArray[np.uint64]
     filled: bool
@@ -65,6 +67,8 @@ class Incoming:
             addresses = self.offsets + np.uint64(address)
             if not self.filled:
                 return self._follow(addresses)
+            if not self.digests:
+                return np.zeros((len(self.manifest), 2), np.uint64)
             return digest_tensors(addresses, self.manifest.nbytes, self.seeds)
 
     def copy_to(self, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -81,6 +85,7 @@ class Incoming:
             addresses,
             self.manifest.nbytes,
             self.seeds,
+            digests=self.digests,
             writer=Peer(self.sender.peer, self.sender.fileno()),
             deadline=self.deadline,
         )
@@ -97,6 +102,8 @@ class Staging:
     Attributes:
         described: the target takes this layout.
         base: where the update in progress begins in the arena.
+        prove: what is to be digested of it.
+        seed, seeds: of its digests, and of each tensor's, shape (n,).
         weights: of the armed update, ready to be applied; None at any other time.
 
     Raises:
@@ -110,6 +117,9 @@ class Staging:
         self.weights: StagedWeights | None = None
         self._arena: ArenaReader | None = None
         self.base = 0
+        self.prove: Prove = "nothing"
+        self.seed = 0
+        self.seeds: NDArray[np.uint64] = np.zeros(0, np.uint64)
         try:
             if not 0 <= layout.reader < MAX_READERS:
                 os.close(ring_fd)
@@ -142,9 +152,12 @@ class Staging:
             ProtocolError: it would lie outside the arena.
         """
         self._check_base(begin.base)
+        self.prove, self.seed = begin.prove, begin.seed
+        self.seeds = derive_seeds(begin.seed, self.manifest.identities)
         return Incoming(
             manifest=self.manifest,
-            seeds=derive_seeds(begin.seed, self.manifest.identities),
+            seeds=self.seeds,
+            digests=begin.prove != "nothing",
             arena=self._arena,
             offsets=self._offsets + np.uint64(begin.base),
             filled=begin.filled,

@@ -9,7 +9,7 @@ receiver's own thread.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from weightsync.box import Box
 from weightsync.errors import Problem
+from weightsync.holding import Holding
 from weightsync.manifest import Manifest
 from weightsync.messages import Mode
 from weightsync.transport.shm import ArenaReader
@@ -46,7 +47,8 @@ class Description:
         problems: why it cannot take it; empty when it can.
         partial: boxes taken of tensors that this worker does not take whole, by position in the
             manifest. All other tensors are taken whole.
-        served: positions of the tensors whose served bytes this target can digest after applying.
+        holdings: where the model holds these tensors, as far as `Target.served` can read it back.
+        unproven: ``(position, why)`` of tensors that it cannot read back, or not all of.
         tied: ``(position, position of another)`` of tensors that are the same memory here. The
             second is what is loaded; the sender makes sure that the first has the same bytes, and
             does not send it.
@@ -57,7 +59,8 @@ class Description:
 
     problems: tuple[Problem, ...] = ()
     partial: tuple[tuple[int, Box], ...] = ()
-    served: tuple[int, ...] = ()
+    holdings: tuple[Holding, ...] = ()
+    unproven: tuple[tuple[int, str], ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
     also: tuple[tuple[int, str], ...] = ()
     untouched: tuple[str, ...] = ()
@@ -122,15 +125,17 @@ class ApplyReport:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Digests of what the model holds.
+    """What the model holds.
 
     Attributes:
-        index: positions in the manifest, shape (k,).
-        digests: one per position, shape (k, 2), uint64.
+        digests: one per holding that was described, shape (k, 2), uint64.
+        unread: by number of the holding, why it could not be read this time.
+        faults: what else is wrong.
     """
 
-    index: Sequence[int] = ()
     digests: NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    unread: Mapping[int, str] = field(default_factory=dict)
+    faults: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +204,17 @@ class Target(Protocol):
         """
         ...
 
-    def served(self, manifest: Manifest, seeds: NDArray[np.uint64]) -> Served:
-        """Digest what the model holds now, as far as `describe` promised. Called on the engine's
-        thread."""
+    def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
+        """Digest what the model holds now, holding by holding as `describe` named them for this
+        manifest.
+
+        Called on the engine's thread, after `apply` or alone; after `stream` on the receiver's,
+        while the engine is paused.
+
+        Args:
+            seed: of the update, for drawing columns (`weightsync.holding.spot_columns`).
+            seeds: of each tensor's digest, shape (n,).
+        """
         ...
 
     def refuse(self, reason: str) -> None:

@@ -34,6 +34,13 @@ _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
+def _frame(message: Message) -> memoryview:
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_FRAME:
+        raise ProtocolError(f"a message of {len(body)} bytes exceeds {MAX_FRAME}")
+    return memoryview(_HEADER.pack(len(body)) + body)
+
+
 def check_peer(sock: socket.socket) -> int:
     """The pid at the other end of a Unix socket, if it belongs to this user.
 
@@ -87,20 +94,40 @@ class Channel:
             PeerLost: the other end is gone.
             ProtocolError: the message is larger than a frame may be.
         """
-        body = _ENCODER.encode(message)
-        if len(body) > MAX_FRAME:
-            raise ProtocolError(f"a message of {len(body)} bytes exceeds {MAX_FRAME}")
-        frame = memoryview(_HEADER.pack(len(body)) + body)
+        whole = _frame(message)
+        rest = self._push(whole, fds)
+        while rest:
+            self._wait(select.POLLOUT, deadline)
+            rest = self._push(rest, fds if len(rest) == len(whole) else ())
+
+    def send_at_once(self, message: Message) -> memoryview:
+        """As much of one message as the socket takes without waiting.
+
+        Returns:
+            The rest, for `send_rest`, before which nothing else may be sent.
+
+        Raises:
+            PeerLost, ProtocolError: as `send` does.
+        """
+        return self._push(_frame(message), ())
+
+    def send_rest(self, rest: memoryview, deadline: Deadline) -> None:
+        """The rest of a message. Raises as `send` does."""
+        while rest:
+            self._wait(select.POLLOUT, deadline)
+            rest = self._push(rest, ())
+
+    def _push(self, frame: memoryview, fds: Sequence[int]) -> memoryview:
         rights = [_rights(fds)] if fds else []
         while frame:
             try:
                 sent = self._sock.sendmsg([frame], rights, socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
-                continue
+                break
             except OSError as error:
                 raise PeerLost(f"{self.peer} is gone: {error}") from error
             frame, rights = frame[sent:], []
+        return frame
 
     def receive(self, deadline: Deadline | None) -> Message:
         """The next message.

@@ -40,7 +40,7 @@ class SessionInfo(WeightTransferInitInfo):
     """A sender's message.
 
     Attributes:
-        call: ``join``, ``prepare``, ``apply`` or ``finish``.
+        call: ``join``, ``prepare``, ``look``, ``apply`` or ``finish``.
         path: where the sender listens, for ``join``.
         session: tells the sender which engine this is, for ``join``.
         update_id: which update to apply, for ``apply``.
@@ -78,6 +78,8 @@ class _Backend(WeightTransferEngine[SessionInfo, UpdateInfo]):
                 side.join(init_info.path, init_info.session)
             case "prepare":
                 side.prepare()
+            case "look":
+                side.look()
             case "apply":
                 side.apply(init_info.update_id)
             case "finish":

@@ -11,10 +11,11 @@ import msgspec
 
 from weightsync.errors import EnginePoisoned, PlanRefused, UpdateRefused, reason_of
 from weightsync.handles import OpenedHandle, open_handle
+from weightsync.inspection import described
 from weightsync.manifest import Manifest, TensorSpec
 from weightsync.messages import Described
 from weightsync.plan.match import check_descriptions, tied_apart
-from weightsync.receiver import Receiver, described
+from weightsync.receiver import Receiver
 from weightsync.target import Target
 
 __all__ = ["HandleUpdate"]

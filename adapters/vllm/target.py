@@ -95,7 +95,7 @@ class VllmTarget:
     def restore(self) -> None:
         reload.undo(self._model)
 
-    def served(self, manifest: Manifest, seeds: NDArray[np.uint64]) -> Served:
+    def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
         """Nothing: the CPU engine's linear layers hold packed copies. What was handed to its
         loader is proven instead."""
         return Served()

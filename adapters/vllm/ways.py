@@ -67,6 +67,9 @@ class Way(ABC):
     def prepare(self, deadline: Deadline) -> None: ...
 
     @abstractmethod
+    def look(self, deadline: Deadline) -> None: ...
+
+    @abstractmethod
     def apply(self, update_id: str, deadline: Deadline) -> None: ...
 
     @abstractmethod
@@ -114,6 +117,10 @@ class BackendSession(Way):
         self.begin(deadline)
         self.finish(deadline)
 
+    def look(self, deadline: Deadline) -> None:
+        # By a message, outside of vLLM's session, of which somebody else may be in the midst.
+        self._caller.call("init_weight_transfer_engine", {"init_info": {"call": "look"}}, deadline)
+
     def begin(self, deadline: Deadline) -> None:
         self._open = True
         self._caller.call("start_weight_update", None, deadline)
@@ -144,6 +151,9 @@ class BackendMessages(_WithoutSession):
         self._tell({"call": "prepare"}, deadline)
         self._tell({"call": "finish"}, deadline)
 
+    def look(self, deadline: Deadline) -> None:
+        self._tell({"call": "look"}, deadline)
+
     def apply(self, update_id: str, deadline: Deadline) -> None:
         self._tell({"call": "apply", "update_id": update_id}, deadline)
 
@@ -162,6 +172,9 @@ class Extension(_WithoutSession):
 
     def prepare(self, deadline: Deadline) -> None:
         self._caller.rpc("weightsync_prepare", [], deadline)
+
+    def look(self, deadline: Deadline) -> None:
+        self._caller.rpc("weightsync_look", [], deadline)
 
     def apply(self, update_id: str, deadline: Deadline) -> None:
         self._caller.rpc("weightsync_apply", [update_id], deadline)
@@ -230,6 +243,9 @@ class ThroughWay(ABC):
 
     def prepare(self, deadline: Deadline) -> None:
         self._way.prepare(deadline)
+
+    def look(self, deadline: Deadline) -> None:
+        self._way.look(deadline)
 
     def begin(self, deadline: Deadline) -> None:
         self._way.begin(deadline)

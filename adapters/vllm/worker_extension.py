@@ -45,6 +45,11 @@ class WeightSyncWorkerExtension:
         side = self.weightsync_side()
         return side is not None and side.prepare() and side.finish()
 
+    def weightsync_look(self) -> bool:
+        """Tell who asked what the model holds."""
+        side = self.weightsync_side()
+        return side is not None and side.look()
+
     def weightsync_apply(self, update_id: str) -> bool:
         """Apply the update that was staged, proven and armed before."""
         side = self.weightsync_side()

@@ -58,6 +58,10 @@ class WorkerSide:
         """Look at the layout that waits and tell the sender what fits; touches nothing."""
         return self._quietly("prepare", self._receiver.prepare)
 
+    def look(self) -> bool:
+        """Tell who asked what the model holds; touches nothing."""
+        return self._quietly("look", self._receiver.look)
+
     def apply(self, update_id: str) -> bool:
         """Apply the update that was staged, proven and armed before; the sender is told how it
         went."""

@@ -357,7 +357,9 @@ def test_a_sender_that_has_stopped_reading_does_not_keep_a_new_one_out() -> None
         old = WeightSender(StateDictSource(tensors(1, shapes)), [engine])
         old.stage(1).abort()
         # It asks for 320 kB of digests, more than a socket holds, and never reads them.
-        begin = Begin("stuck", "1", seed=1, base=0, ring_update=0, filled=True, seconds=60)
+        begin = Begin(
+            "stuck", "1", seed=1, base=0, ring_update=0, filled=True, seconds=60, prove="received"
+        )
         for message in (begin, Follow("stuck")):
             old._roster.workers[0].channel.send(message, Deadline.after(5))
         started = time.monotonic()

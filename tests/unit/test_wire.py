@@ -22,6 +22,7 @@ import weightsync
 from weightsync import messages, wire
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, TransportError
+from weightsync.holding import Holding
 from weightsync.manifest import DTYPE_BYTES, TensorSpec
 from weightsync.messages import Message
 from weightsync.wire import Channel
@@ -29,6 +30,9 @@ from weightsync.wire import Channel
 Pair = tuple[Channel, Channel]
 
 STATUS = messages.WorkerStatus("idle", None, 0, None, False, False)
+FOUND = messages.Found(
+    bytes(32), ((1, "not finite"),), (messages.WireProblem("moved", "w", "lies elsewhere"),), 0.1
+)
 EVERY: list[Message] = [
     messages.Hello(2, "s", 0, 2, 4711, "cpu", "toy 1", ("staged", "streamed"), STATUS),
     messages.Welcome(7),
@@ -51,12 +55,18 @@ EVERY: list[Message] = [
         ((0, "lm_head.weight"),),
         ("model.normalizer",),
         0.5,
+        (Holding(0, "w.weight", (0, 0), (2, 3), "spot", True),),
+        ((1, "it is packed"),),
     ),
-    messages.Begin("u", "v", 2**64 - 1, 4096, 1, False, 600.0),
+    messages.Begin("u", "v", 2**64 - 1, 4096, 1, False, 600.0, "served"),
     messages.Follow("u"),
     messages.Digests("u", 0, bytes(range(32)), 0.25),
     messages.Arm("u", True),
-    messages.Applied("u", 1, None, 1.0, 0.5),
+    messages.Applied("u", 1, None, 1.0, 0.5, FOUND),
+    messages.Digests("u", 0, bytes(16), 0.25, FOUND),
+    messages.Inspect("l", (TensorSpec("w", "bfloat16", (2, 3)),), "h", True, 7),
+    messages.Held("l", 0, FOUND),
+    messages.Welcome(None),
     messages.Applied("u", 1, "RuntimeError: no", 1.0, 0.0),
     messages.Commit("u"),
     messages.Resumed("u"),

@@ -41,6 +41,11 @@ class Engine(Protocol):
         for its length."""
         ...
 
+    def look(self, deadline: Deadline) -> None:
+        """Let every worker answer who asked it what its model holds. Changes nothing; generation
+        may pause for its length."""
+        ...
+
     def is_paused(self, deadline: Deadline) -> bool:
         """Whether anybody has paused it."""
         ...

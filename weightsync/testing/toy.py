@@ -105,6 +105,9 @@ class ToyEngine:
         self.begin(deadline)
         self.finish(deadline)
 
+    def look(self, deadline: Deadline) -> None:
+        self._called("look", deadline, "look")
+
     def is_paused(self, deadline: Deadline) -> bool:
         return self._paused
 

@@ -197,6 +197,8 @@ def main() -> None:
             receiver.join(request["path"], request["token"])
         elif call == "prepare":
             receiver.prepare()
+        elif call == "look":
+            receiver.look()
         elif call == "apply":
             receiver.apply(request["update_id"])
         elif call == "finish":

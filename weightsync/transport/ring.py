@@ -176,6 +176,7 @@ class RingWriter:
         tensors: U64Like,
         *,
         destinations: U64Like | None = None,
+        digests: bool = True,
         deadline: Deadline,
     ) -> None:
         """Copy, digest and publish n spans, in one native call that releases the GIL.
@@ -190,6 +191,7 @@ class RingWriter:
             seeds: (n,) seed of each span's tensor.
             tensors: (n,) index of each span's tensor, below the number given to `begin`.
             destinations: (n,) addresses in the arena, of a journal and of nothing else.
+            digests: take them; otherwise this only copies.
             deadline: for waiting until readers have made room.
 
         Raises:
@@ -209,6 +211,7 @@ class RingWriter:
             kind, who, detail = self._native.push(
                 table_rows(table_columns(**columns)),
                 destinations is not None,
+                digests,
                 [peer.fd for peer in peers],
                 deadline.at,
             )
@@ -293,6 +296,7 @@ class RingReader:
         nbytes: U64Like,
         seeds: U64Like,
         *,
+        digests: bool = True,
         writer: Peer,
         deadline: Deadline,
     ) -> U64Array:
@@ -304,6 +308,7 @@ class RingReader:
                 process's mapping of the arena. The caller keeps the memory alive.
             nbytes: (n,) size of each tensor. Nothing outside of it is written or read.
             seeds: (n,) seed of each tensor.
+            digests: take them; otherwise zeros are returned, and of a journal nothing is read.
             writer: the sender.
             deadline: for all of it.
 
@@ -322,7 +327,7 @@ class RingReader:
         mapping = _held(self._map)
         columns = table_columns(addresses=addresses, nbytes=nbytes, seeds=seeds)
         (kind, _, detail), sums = self._native.follow(
-            update, table_rows(columns), [writer.fd], deadline.at
+            update, table_rows(columns), digests, [writer.fd], deadline.at
         )
         del mapping  # held until here, even if the reader has been closed meanwhile
         if kind != _Fault.NONE:
