@@ -48,6 +48,9 @@ struct Kernels {
 
 // Adds the digest of a span to `sums`, and copies it unless `write` is none. Every word is read once.
 void digest_span(Sums& sums, const Span& span, const Kernels& kernels, Write write);
+
+// The same without the number of bytes, for callers that count the bytes of many spans at once.
+void digest_uncounted(Sums& sums, const Span& span, const Kernels& kernels, Write write);
 void copy_span(const Span& span, Write write);
 
 // Streaming stores are weakly ordered: whoever is told that a copy is done must see all of it. Call this
