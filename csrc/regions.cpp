@@ -110,10 +110,13 @@ class RegionDigest {
 
   private:
     // A kernel of spans pays from here on.
-    static constexpr uint64_t kDirectBytes = 512;
+    static constexpr uint64_t kDirectBytes = 192;
     static_assert(kDirectBytes <= WordBuffer::kLongestRun);
 
-    void add_run(const uint8_t* source, uint64_t nbytes, uint64_t start, uint64_t seed) {
+    static constexpr uint64_t kAheadBytes = 8192;
+
+    void add_run(const uint8_t* source, uint64_t nbytes, uint64_t start, uint64_t seed,
+                 const uint8_t* ahead) {
         if (nbytes < kDirectBytes) {
             buffer_.add_run(source, nbytes, start, seed);
             return;
@@ -123,6 +126,7 @@ class RegionDigest {
         span.nbytes = nbytes;
         span.start = start;
         span.seed = seed;
+        span.ahead = ahead;
         Sums local;  // in registers, where the caller's may not be
         digest_uncounted(local, span, kernels_, Write::none);
         sums_ += local;
@@ -130,9 +134,24 @@ class RegionDigest {
 
     // Runs that are consecutive in memory and in the whole.
     void add_runs(const Region& region) {
+        const uint64_t nbytes = region.itemsize;
+        if (region.ndim == 0) {
+            add_run(region.source, nbytes, region.start, region.seed, nullptr);
+            return;
+        }
+        // Past the end of a run lies what nobody asked for: the prefetch goes on in the runs to come.
+        const int64_t step = region.dims[region.ndim - 1].memory;
+        const auto runs_ahead = std::clamp<uint64_t>(kAheadBytes / nbytes, 1, 16);
+        const int64_t to_ahead = step * static_cast<int64_t>(runs_ahead);
+        const uint64_t own = nbytes > kAheadBytes ? (nbytes - kAheadBytes) / 64 * 64 : 0;
         for_each_index(region.dims, region.ndim, region.source, region.start,
                        [&](const uint8_t* source, uint64_t start) {
-                           add_run(source, region.itemsize, start, region.seed);
+                           const uint8_t* ahead = source + to_ahead;
+                           if (nbytes < kDirectBytes)
+                               for (uint64_t line = 0; line < nbytes; line += 64)
+                                   __builtin_prefetch(ahead + line);
+                           if (own != 0) add_run(source, own, start, region.seed, nullptr);
+                           add_run(source + own, nbytes - own, start + own, region.seed, ahead);
                        });
     }
 
@@ -161,7 +180,8 @@ class RegionDigest {
                         __builtin_memcpy(&gathered[k], from + static_cast<int64_t>(k) * run.memory,
                                          sizeof(Unit));
                     add_run(reinterpret_cast<const uint8_t*>(gathered), now * sizeof(Unit),
-                            start + done * sizeof(Unit), region.seed);
+                            start + done * sizeof(Unit), region.seed,
+                            from + static_cast<int64_t>(kCapacity) * run.memory);
                 }
             });
     }
@@ -210,11 +230,16 @@ class RegionDigest {
     // Elements at places within their words that differ (rows of an odd number of bytes).
     void add_elements(const Region& region) {
         const Dim walk = region.dims[region.ndim - 1];
+        Elements elements;
+        elements.step = walk.memory;
+        elements.whole_step = walk.whole;
+        elements.seed = region.seed;
         const auto unit_log2 = static_cast<unsigned>(std::countr_zero(region.itemsize));
         for_each_index(region.dims, region.ndim - 1, region.source, region.start,
                        [&](const uint8_t* source, uint64_t start) {
-                           buffer_.add_elements(source, walk.memory, start, walk.whole, region.seed,
-                                                unit_log2, walk.length);
+                           elements.source = source;
+                           elements.start = start;
+                           buffer_.add_elements(elements, unit_log2, walk.length);
                        });
     }
 

@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #define WEIGHTSYNC_X86 1
 #define WEIGHTSYNC_AVX2 __attribute__((target("avx2")))
-#define WEIGHTSYNC_AVX512 __attribute__((target("avx512f,avx512dq")))
+#define WEIGHTSYNC_AVX512 __attribute__((target("avx512f,avx512dq,prefer-vector-width=512")))
 #define WEIGHTSYNC_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace weightsync {

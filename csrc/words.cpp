@@ -52,9 +52,31 @@ inline __attribute__((always_inline)) void pack(uint64_t* __restrict words, uint
     }
 }
 
+// Elements whose places within their words differ.
+template <class Unit>
+inline __attribute__((always_inline)) void scatter(uint64_t* __restrict words,
+                                                   uint64_t* __restrict counters, const Elements& from,
+                                                   size_t count) {
+    const auto place = [&](size_t k, uint64_t element) {
+        const uint64_t at = from.start + k * from.whole_step;
+        words[k] = element << (8 * (at & 7));
+        counters[k] = (at >> 3) + from.seed;
+    };
+    if (from.step == sizeof(Unit))
+        for (size_t k = 0; k < count; ++k) place(k, load<Unit>(from.source + k * sizeof(Unit)));
+    else
+        for (size_t k = 0; k < count; ++k)
+            place(k, load<Unit>(from.source + static_cast<int64_t>(k) * from.step));
+}
+
 template <class Unit>
 void pack_scalar(uint64_t* words, uint64_t* counters, const Progression& from, size_t count) {
     pack<Unit>(words, counters, from, count);
+}
+
+template <class Unit>
+void scatter_scalar(uint64_t* words, uint64_t* counters, const Elements& from, size_t count) {
+    scatter<Unit>(words, counters, from, count);
 }
 
 #if WEIGHTSYNC_X86
@@ -87,9 +109,19 @@ WEIGHTSYNC_AVX2 void pack_avx2(uint64_t* words, uint64_t* counters, const Progre
 }
 
 template <class Unit>
+WEIGHTSYNC_AVX2 void scatter_avx2(uint64_t* words, uint64_t* counters, const Elements& from, size_t count) {
+    scatter<Unit>(words, counters, from, count);
+}
+
+template <class Unit>
 WEIGHTSYNC_AVX512 void pack_avx512(uint64_t* words, uint64_t* counters, const Progression& from,
                                    size_t count) {
     pack<Unit>(words, counters, from, count);
+}
+
+template <class Unit>
+WEIGHTSYNC_AVX512 void scatter_avx512(uint64_t* words, uint64_t* counters, const Elements& from, size_t count) {
+    scatter<Unit>(words, counters, from, count);
 }
 
 #endif  // WEIGHTSYNC_X86
@@ -113,15 +145,14 @@ PackKernel pack_for(Isa isa) {
     return pack_scalar<Unit>;
 }
 
-// Elements whose places within their words differ.
 template <class Unit>
-void scatter(uint64_t* words, uint64_t* counters, const uint8_t* source, int64_t step, uint64_t start,
-             uint64_t whole_step, uint64_t seed, size_t count) {
-    for (size_t k = 0; k < count; ++k) {
-        const uint64_t at = start + k * whole_step;
-        words[k] = load<Unit>(source + static_cast<int64_t>(k) * step) << (8 * (at & 7));
-        counters[k] = (at >> 3) + seed;
-    }
+ScatterKernel scatter_for(Isa isa) {
+#if WEIGHTSYNC_X86
+    if (isa == Isa::avx512) return scatter_avx512<Unit>;
+    if (isa == Isa::avx2) return scatter_avx2<Unit>;
+#endif
+    (void)isa;
+    return scatter_scalar<Unit>;
 }
 
 }  // namespace
@@ -129,7 +160,8 @@ void scatter(uint64_t* words, uint64_t* counters, const uint8_t* source, int64_t
 WordKernels::WordKernels(Isa isa)
     : digest(keyed_for(isa)),
       pack{pack_for<uint8_t>(isa), pack_for<uint16_t>(isa), pack_for<uint32_t>(isa),
-           pack_for<uint64_t>(isa)} {}
+           pack_for<uint64_t>(isa)},
+      scatter{scatter_for<uint8_t>(isa), scatter_for<uint16_t>(isa), scatter_for<uint32_t>(isa)} {}
 
 void WordBuffer::flush() {
     if (count_ == 0) return;
@@ -153,8 +185,8 @@ void WordBuffer::add_run(const uint8_t* source, uint64_t nbytes, uint64_t start,
     const uint64_t head = std::min<uint64_t>((8 - (start & 7)) & 7, nbytes);
     if (head != 0) partial(head);
     const uint64_t words = nbytes / 8;
-    std::memcpy(words_ + count_, source, 8 * words);
     const uint64_t counter = (start >> 3) + seed;
+    std::memcpy(words_ + count_, source, 8 * words);
     for (uint64_t k = 0; k < words; ++k) counters_[count_ + k] = counter + k;
     count_ += words;
     source += 8 * words;
@@ -164,9 +196,14 @@ void WordBuffer::add_run(const uint8_t* source, uint64_t nbytes, uint64_t start,
 }
 
 void WordBuffer::add_progression(Progression words, unsigned unit_log2, uint64_t count) {
+    const auto ahead = static_cast<int64_t>(kPrefetchBytes / words.lanes);
     while (count != 0) {
         if (count_ == kCapacity) flush();
-        const size_t now = static_cast<size_t>(std::min<uint64_t>(count, kCapacity - count_));
+        const size_t now = std::min({static_cast<size_t>(count), kCapacity - count_, kChunk});
+        if (words.step == int64_t{1} << unit_log2)
+            for (unsigned l = 0; l < words.lanes; ++l)
+                for (size_t line = 0; line < now << unit_log2; line += 64)
+                    __builtin_prefetch(words.source + l * words.lane_step + line + ahead);
         kernels_.pack[unit_log2](words_ + count_, counters_ + count_, words, now);
         count_ += now;
         count -= now;
@@ -175,19 +212,15 @@ void WordBuffer::add_progression(Progression words, unsigned unit_log2, uint64_t
     }
 }
 
-void WordBuffer::add_elements(const uint8_t* source, int64_t step, uint64_t start, uint64_t whole_step,
-                              uint64_t seed, unsigned unit_log2, uint64_t count) {
-    constexpr decltype(&scatter<uint8_t>) kScatter[] = {scatter<uint8_t>, scatter<uint16_t>,
-                                                        scatter<uint32_t>, scatter<uint64_t>};
+void WordBuffer::add_elements(Elements elements, unsigned unit_log2, uint64_t count) {
     while (count != 0) {
         if (count_ == kCapacity) flush();
-        const size_t now = static_cast<size_t>(std::min<uint64_t>(count, kCapacity - count_));
-        kScatter[unit_log2](words_ + count_, counters_ + count_, source, step, start, whole_step, seed,
-                            now);
+        const size_t now = std::min(static_cast<size_t>(count), kCapacity - count_);
+        kernels_.scatter[unit_log2](words_ + count_, counters_ + count_, elements, now);
         count_ += now;
         count -= now;
-        source += static_cast<int64_t>(now) * step;
-        start += now * whole_step;
+        elements.source += static_cast<int64_t>(now) * elements.step;
+        elements.start += now * elements.whole_step;
     }
 }
 

@@ -26,13 +26,24 @@ struct Progression {
     uint64_t counter_step = 0;
 };
 
+// Elements, each inside a word but not all at the same place in it.
+struct Elements {
+    const uint8_t* source = nullptr;
+    int64_t step = 0;         // bytes of memory from one to the next
+    uint64_t start = 0;       // byte offset of the first in the whole, a multiple of its size
+    uint64_t whole_step = 0;  // bytes of the whole from one to the next
+    uint64_t seed = 0;
+};
+
 using KeyedKernel = void (*)(Sums&, const uint64_t* words, const uint64_t* counters, size_t count);
 using PackKernel = void (*)(uint64_t* words, uint64_t* counters, const Progression&, size_t count);
+using ScatterKernel = void (*)(uint64_t* words, uint64_t* counters, const Elements&, size_t count);
 
 // The kernels of one instruction set, chosen once per table.
 struct WordKernels {
     KeyedKernel digest;
-    PackKernel pack[4];  // by unit: 1, 2, 4, 8 bytes
+    PackKernel pack[4];        // by unit: 1, 2, 4, 8 bytes
+    ScatterKernel scatter[3];  // by unit: 1, 2, 4 bytes
     explicit WordKernels(Isa isa);
 };
 
@@ -52,15 +63,17 @@ class WordBuffer {
     // `count` words of units of 1 << unit_log2 bytes.
     void add_progression(Progression words, unsigned unit_log2, uint64_t count);
 
-    // `count` elements of 1 << unit_log2 bytes: the first at byte `start` of the whole, a multiple of its
-    // size, each `step` bytes of memory and `whole_step` bytes of the whole after the one before.
-    void add_elements(const uint8_t* source, int64_t step, uint64_t start, uint64_t whole_step,
-                      uint64_t seed, unsigned unit_log2, uint64_t count);
+    // `count` elements of 1 << unit_log2 bytes, shorter than a word.
+    void add_elements(Elements elements, unsigned unit_log2, uint64_t count);
 
     void flush();
 
   private:
     static constexpr size_t kCapacity = 512;
+    // While a full buffer is digested nothing is read: memory is kept busy by prefetching, as far ahead as
+    // the lines of one buffer, a few lines at a time.
+    static constexpr size_t kChunk = 128;
+    static constexpr size_t kPrefetchBytes = 8192;
 
     void put(uint64_t word, uint64_t counter) {
         words_[count_] = word;
