@@ -1,8 +1,8 @@
 #include "digest.hpp"
 
 #include <algorithm>
-#include <system_error>
-#include <thread>
+
+#include "shares.hpp"
 
 namespace weightsync {
 namespace {
@@ -53,17 +53,7 @@ void split_by_bytes(const std::vector<Span>& spans, uint64_t total, unsigned sha
         }
         finish_streaming();
     };
-    std::vector<std::thread> pool;
-    pool.reserve(shares - 1);
-    unsigned next = 1;
-    try {
-        for (; next < shares; ++next) pool.emplace_back(run_share, next);
-    } catch (const std::system_error&) {
-        // No more threads to be had: slower, not wrong.
-    }
-    for (unsigned share = next; share < shares; ++share) run_share(share);
-    run_share(0);
-    for (std::thread& thread : pool) thread.join();
+    run_shares(shares, run_share);
 }
 
 unsigned shares_for(uint64_t total, unsigned threads) {

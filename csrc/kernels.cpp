@@ -4,18 +4,20 @@
 #include <bit>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define WEIGHTSYNC_X86 1
-#define WEIGHTSYNC_AVX2 __attribute__((target("avx2")))
-#define WEIGHTSYNC_AVX512 __attribute__((target("avx512f,avx512dq")))
-#endif
+#include "vectors.hpp"
 
 static_assert(std::endian::native == std::endian::little,
               "words are read as they lie in memory; the digest is defined on little-endian bytes");
 
 namespace weightsync {
 namespace {
+
+// The hardware prefetcher stops at every page and looks too short a way ahead for a loop this cheap.
+// Measured on 256 MiB: AVX-512 streaming copies with digests gain about 40%, plain AVX-512 digests nothing
+// measurable, AVX2 5 to 10%; 1 to 8 KiB ahead are alike. Where the source comes out of another core's cache
+// (a ring), 8 KiB are 5% faster than 2.
+// Asking for lines beyond the end of a buffer is harmless: a prefetch never faults.
+constexpr size_t kPrefetchBytes = 8192;
 
 inline uint64_t load_word(const uint8_t* from) {
     uint64_t word;
@@ -25,7 +27,7 @@ inline uint64_t load_word(const uint8_t* from) {
 
 template <Write write>
 void scalar_kernel(Sums& sums, const uint8_t* source, uint8_t* destination, size_t words,
-                   uint64_t first_word, uint64_t seed) {
+                   uint64_t first_word, uint64_t seed, const uint8_t*) {
     for (size_t i = 0; i < words; ++i) {
         const uint64_t word = load_word(source + 8 * i);
         if constexpr (write == Write::cached) std::memcpy(destination + 8 * i, &word, 8);
@@ -41,121 +43,72 @@ void scalar_kernel(Sums& sums, const uint8_t* source, uint8_t* destination, size
 
 #if WEIGHTSYNC_X86
 
-// The hardware prefetcher stops at every page and looks too short a way ahead for a loop this cheap.
-// Measured on 256 MiB: AVX-512 streaming copies with digests gain about 40%, plain AVX-512 digests nothing
-// measurable, AVX2 5 to 10%; 1 to 8 KiB ahead are alike. Where the source comes out of another core's cache
-// (a ring), 8 KiB are 5% faster than 2.
-// Asking for lines beyond the end of a buffer is harmless: a prefetch never faults.
-constexpr size_t kPrefetchBytes = 8192;
-
-WEIGHTSYNC_AVX2 inline __m256i multiply_low_avx2(__m256i x, __m256i low, __m256i high) {
-    // 64-bit products from 32-bit ones; the product of the two high halves falls off the top.
-    const __m256i cross =
-        _mm256_add_epi64(_mm256_mul_epu32(x, high), _mm256_mul_epu32(_mm256_srli_epi64(x, 32), low));
-    return _mm256_add_epi64(_mm256_mul_epu32(x, low), _mm256_slli_epi64(cross, 32));
-}
-
-WEIGHTSYNC_AVX2 inline uint64_t sum_lanes_avx2(__m256i v) {
-    alignas(32) uint64_t lanes[4];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), v);
-    return lanes[0] + lanes[1] + lanes[2] + lanes[3];
-}
-
 template <Write write>
 WEIGHTSYNC_AVX2 void avx2_kernel(Sums& sums, const uint8_t* source, uint8_t* destination, size_t words,
-                                 uint64_t first_word, uint64_t seed) {
-    const __m256i multiplier_low = _mm256_set1_epi64x(static_cast<uint32_t>(kMixMultiplier));
-    const __m256i multiplier_high = _mm256_set1_epi64x(kMixMultiplier >> 32);
-    const __m256i one = _mm256_set1_epi64x(1);
+                                 uint64_t first_word, uint64_t seed, const uint8_t* ahead) {
     const __m256i step = _mm256_set1_epi64x(4);
     __m256i counter = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<long long>(first_word + seed)),
                                        _mm256_setr_epi64x(0, 1, 2, 3));
-    __m256i first = _mm256_setzero_si256(), plus = first, minus = first;
+    Lanes256 lanes;
     size_t i = 0;
     for (; i + 4 <= words; i += 4) {
-        _mm_prefetch(reinterpret_cast<const char*>(source + 8 * i + kPrefetchBytes), _MM_HINT_T0);
-        __m256i x = _mm256_xor_si256(counter, _mm256_srli_epi64(counter, 32));
-        x = multiply_low_avx2(x, multiplier_low, multiplier_high);
-        x = _mm256_xor_si256(x, _mm256_srli_epi64(x, 32));
-        x = multiply_low_avx2(x, multiplier_low, multiplier_high);
-        // The mixer's last step leaves the high half as it is: k1 is ready, and k0 is one xor away.
-        const __m256i k1 = _mm256_srli_epi64(x, 32);
-        const __m256i k0 = _mm256_or_si256(_mm256_xor_si256(x, k1), one);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + 8 * i), _MM_HINT_T0);
         const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + 8 * i));
-        const __m256i b = _mm256_srli_epi64(a, 32);
         if constexpr (write == Write::cached)
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination + 8 * i), a);
         if constexpr (write == Write::streaming)
             _mm256_stream_si256(reinterpret_cast<__m256i*>(destination + 8 * i), a);
-        first = _mm256_add_epi64(first, _mm256_add_epi64(_mm256_mul_epu32(a, k0), _mm256_mul_epu32(b, k1)));
-        plus = _mm256_add_epi64(plus, _mm256_mul_epu32(a, k1));
-        minus = _mm256_add_epi64(minus, _mm256_mul_epu32(b, k0));
+        lanes.add(counter, a);
         counter = _mm256_add_epi64(counter, step);
     }
-    sums.first += sum_lanes_avx2(first);
-    sums.second += sum_lanes_avx2(plus) - sum_lanes_avx2(minus);
+    lanes.add_to(sums);
     scalar_kernel<write>(sums, source + 8 * i, destination ? destination + 8 * i : nullptr, words - i,
-                         first_word + i, seed);
+                         first_word + i, seed, nullptr);
 }
 
-// Eight words: the running counters and sums of one lane group, kept in registers.
-struct Lanes512 {
-    __m512i counter, first_a, first_b, plus, minus;
-};
-
 template <Write write>
-WEIGHTSYNC_AVX512 inline __attribute__((always_inline)) void eight_words(Lanes512& lanes,
-                                                                         const uint8_t* source,
-                                                                         uint8_t* destination,
-                                                                         __m512i multiplier,
-                                                                         __m512i one, __m512i step) {
-    __m512i x = _mm512_xor_si512(lanes.counter, _mm512_srli_epi64(lanes.counter, 32));
-    x = _mm512_mullo_epi64(x, multiplier);
-    x = _mm512_xor_si512(x, _mm512_srli_epi64(x, 32));
-    x = _mm512_mullo_epi64(x, multiplier);
-    const __m512i k1 = _mm512_srli_epi64(x, 32);
-    const __m512i k0 = _mm512_or_si512(_mm512_xor_si512(x, k1), one);
+WEIGHTSYNC_AVX512 WEIGHTSYNC_ALWAYS_INLINE __m512i move_eight_words(const uint8_t* source,
+                                                                    uint8_t* destination) {
     const __m512i a = _mm512_loadu_si512(source);
-    const __m512i b = _mm512_srli_epi64(a, 32);
     if constexpr (write == Write::cached) _mm512_storeu_si512(destination, a);
     if constexpr (write == Write::streaming)
         _mm512_stream_si512(reinterpret_cast<__m512i*>(destination), a);
-    lanes.first_a = _mm512_add_epi64(lanes.first_a, _mm512_mul_epu32(a, k0));
-    lanes.first_b = _mm512_add_epi64(lanes.first_b, _mm512_mul_epu32(b, k1));
-    lanes.plus = _mm512_add_epi64(lanes.plus, _mm512_mul_epu32(a, k1));
-    lanes.minus = _mm512_add_epi64(lanes.minus, _mm512_mul_epu32(b, k0));
-    lanes.counter = _mm512_add_epi64(lanes.counter, step);
+    return a;
 }
 
 template <Write write>
 WEIGHTSYNC_AVX512 void avx512_kernel(Sums& sums, const uint8_t* source, uint8_t* destination,
-                                     size_t words, uint64_t first_word, uint64_t seed) {
-    const __m512i multiplier = _mm512_set1_epi64(static_cast<long long>(kMixMultiplier));
-    const __m512i one = _mm512_set1_epi64(1);
+                                     size_t words, uint64_t first_word, uint64_t seed,
+                                     const uint8_t* ahead) {
+    const __m512i half_step = _mm512_set1_epi64(8);
     const __m512i step = _mm512_set1_epi64(16);
-    const __m512i zero = _mm512_setzero_si512();
-    const __m512i counter = _mm512_add_epi64(_mm512_set1_epi64(static_cast<long long>(first_word + seed)),
-                                             _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+    __m512i counter = _mm512_add_epi64(_mm512_set1_epi64(static_cast<long long>(first_word + seed)),
+                                       _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
     // Two groups, so that one group's multiplications fill the other's latencies.
-    Lanes512 even{counter, zero, zero, zero, zero};
-    Lanes512 odd{_mm512_add_epi64(counter, _mm512_set1_epi64(8)), zero, zero, zero, zero};
+    __m512i odd_counter = _mm512_add_epi64(counter, half_step);
+    Lanes512 even, odd;
     size_t i = 0;
     for (; i + 16 <= words; i += 16) {
         const uint8_t* from = source + 8 * i;
         uint8_t* to = write == Write::none ? nullptr : destination + 8 * i;
-        _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetchBytes), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetchBytes + 64), _MM_HINT_T0);
-        eight_words<write>(even, from, to, multiplier, one, step);
-        eight_words<write>(odd, from + 64, to + 64, multiplier, one, step);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + 8 * i), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + 8 * i + 64), _MM_HINT_T0);
+        even.add(counter, move_eight_words<write>(from, to));
+        odd.add(odd_counter, move_eight_words<write>(from + 64, write == Write::none ? to : to + 64));
+        counter = _mm512_add_epi64(counter, step);
+        odd_counter = _mm512_add_epi64(odd_counter, step);
     }
-    const __m512i first = _mm512_add_epi64(_mm512_add_epi64(even.first_a, even.first_b),
-                                           _mm512_add_epi64(odd.first_a, odd.first_b));
-    const __m512i second = _mm512_sub_epi64(_mm512_add_epi64(even.plus, odd.plus),
-                                            _mm512_add_epi64(even.minus, odd.minus));
-    sums.first += static_cast<uint64_t>(_mm512_reduce_add_epi64(first));
-    sums.second += static_cast<uint64_t>(_mm512_reduce_add_epi64(second));
-    scalar_kernel<write>(sums, source + 8 * i, destination ? destination + 8 * i : nullptr, words - i,
-                         first_word + i, seed);
+    // The last vectors are masked: words that are not there are zero and add nothing.
+    for (; i < words; i += 8) {
+        const size_t left = words - i;
+        const __mmask8 mask = static_cast<__mmask8>(left >= 8 ? 0xff : (1u << left) - 1);
+        const __m512i a = _mm512_maskz_loadu_epi64(mask, source + 8 * i);
+        if constexpr (write != Write::none) _mm512_mask_storeu_epi64(destination + 8 * i, mask, a);
+        even.add(counter, a);
+        counter = _mm512_add_epi64(counter, half_step);
+    }
+    even.add(odd);
+    even.add_to(sums);
 }
 
 // Copies whole vectors with streaming stores; AVX is used where the machine has it.
@@ -227,11 +180,15 @@ Kernels::Kernels(Isa isa)
       streaming(kernel_for<Write::streaming>(isa)) {}
 
 void digest_span(Sums& sums, const Span& span, const Kernels& kernels, Write write) {
+    count_bytes(sums, span.nbytes, span.seed);
+    digest_uncounted(sums, span, kernels, write);
+}
+
+void digest_uncounted(Sums& sums, const Span& span, const Kernels& kernels, Write write) {
     const uint8_t* source = span.source;
     uint8_t* destination = span.destination;
     uint64_t start = span.start;
     size_t left = span.nbytes;
-    count_bytes(sums, span.nbytes, span.seed);
     const bool copies = write != Write::none;
     // A word read once is copied and digested from the same register: another writer in between cannot
     // make the digest speak of bytes that were not copied. The partial words get the same care.
@@ -241,7 +198,9 @@ void digest_span(Sums& sums, const Span& span, const Kernels& kernels, Write wri
         if (copies) std::memcpy(destination, bytes, count);
         add_partial_word(sums, bytes, count, start, span.seed);
     };
+    const uint8_t* ahead = span.ahead ? span.ahead : source + kPrefetchBytes;
     const auto advance = [&](size_t count) {
+        ahead += count;
         source += count;
         if (copies) destination += count;
         start += count;
@@ -261,7 +220,7 @@ void digest_span(Sums& sums, const Span& span, const Kernels& kernels, Write wri
             write = Write::cached;
         } else {
             const size_t words = std::min(to_line, left) / 8;
-            kernels.cached(sums, source, destination, words, start >> 3, span.seed);
+            kernels.cached(sums, source, destination, words, start >> 3, span.seed, ahead);
             advance(8 * words);
         }
     }
@@ -269,7 +228,7 @@ void digest_span(Sums& sums, const Span& span, const Kernels& kernels, Write wri
                           : write == Write::cached ? kernels.cached
                                                    : kernels.streaming;
     const size_t words = left / 8;
-    kernel(sums, source, destination, words, start >> 3, span.seed);
+    kernel(sums, source, destination, words, start >> 3, span.seed, ahead);
     advance(8 * words);
     if (left != 0) partial(left);
 }

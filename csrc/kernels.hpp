@@ -16,6 +16,9 @@ struct Span {
     uint64_t start = 0;  // offset of the first byte in the whole tensor
     uint64_t seed = 0;   // of the whole tensor, for this update
     uint64_t out = 0;    // which digest the span adds to
+    // What will be read soon, as much of it as of this span; unknown, the bytes some way further on are
+    // taken for it. Whoever digests runs with gaps between them knows better.
+    const uint8_t* ahead = nullptr;
 };
 
 enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2 };
@@ -36,9 +39,9 @@ inline Write streaming_write(uint64_t nbytes) {
 }
 
 // One run of whole words. `source` and `destination` need no alignment, except that a streaming kernel
-// wants its destination aligned to its vectors.
+// wants its destination aligned to its vectors. While word i is digested, that of `ahead` is prefetched.
 using Kernel = void (*)(Sums&, const uint8_t* source, uint8_t* destination, size_t words,
-                        uint64_t first_word, uint64_t seed);
+                        uint64_t first_word, uint64_t seed, const uint8_t* ahead);
 
 // The kernels of one instruction set, chosen once per table.
 struct Kernels {
@@ -48,6 +51,9 @@ struct Kernels {
 
 // Adds the digest of a span to `sums`, and copies it unless `write` is none. Every word is read once.
 void digest_span(Sums& sums, const Span& span, const Kernels& kernels, Write write);
+
+// The same without the number of bytes, for callers that count the bytes of many spans at once.
+void digest_uncounted(Sums& sums, const Span& span, const Kernels& kernels, Write write);
 void copy_span(const Span& span, Write write);
 
 // Streaming stores are weakly ordered: whoever is told that a copy is done must see all of it. Call this

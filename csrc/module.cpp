@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "digest.hpp"
+#include "regions_module.hpp"
 #include "ring_module.hpp"
 #include "rows.hpp"
 
@@ -17,7 +18,9 @@ using namespace nb::literals;
 namespace {
 
 using weightsync::check_span;
+using weightsync::checked_isa;
 using weightsync::checked_n_out;
+using weightsync::checked_threads;
 using weightsync::Isa;
 using weightsync::read_spans;
 using weightsync::refuse;
@@ -27,20 +30,6 @@ using weightsync::Stores;
 using weightsync::Sums;
 using weightsync::Table;
 using weightsync::to_table;
-
-Isa checked_isa(int isa) {
-    const int best = static_cast<int>(weightsync::best_isa());
-    if (isa == -1) return static_cast<Isa>(best);
-    if (isa < -1 || isa > 2) refuse("isa must be -1 (best), 0 (scalar), 1 (avx2) or 2 (avx512)");
-    if (isa > best)
-        refuse(std::string("this machine lacks ") + weightsync::isa_name(static_cast<Isa>(isa)));
-    return static_cast<Isa>(isa);
-}
-
-unsigned checked_threads(int threads) {
-    if (threads < 1 || threads > 1024) refuse("threads must be between 1 and 1024");
-    return static_cast<unsigned>(threads);
-}
 
 Stores checked_stores(int streaming) {
     if (streaming < -1 || streaming > 1)
@@ -115,5 +104,6 @@ NB_MODULE(_native, m) {
           "The best instruction set of this machine: 0 scalar, 1 avx2, 2 avx512.");
     m.def("isa_name", [](int isa) { return nb::str(isa_name(isa).c_str()); }, "isa"_a,
           "The name of an instruction set.");
+    weightsync::bind_regions(m);
     weightsync::bind_ring(m);
 }

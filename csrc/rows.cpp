@@ -9,8 +9,10 @@ namespace weightsync {
 
 void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
 
-const uint64_t* checked_rows(const Rows& rows, size_t columns) {
-    if (rows.dtype() != nb::dtype<uint64_t>()) refuse("rows must have dtype uint64");
+const void* checked_table(const Rows& rows, size_t columns, bool or_signed) {
+    const bool is_signed = or_signed && rows.dtype() == nb::dtype<int64_t>();
+    if (!is_signed && rows.dtype() != nb::dtype<uint64_t>())
+        refuse(or_signed ? "rows must have dtype uint64 or int64" : "rows must have dtype uint64");
     if (rows.ndim() != 2 || rows.shape(1) != columns)
         refuse("rows must have shape (n, " + std::to_string(columns) + ")");
     const bool empty = rows.shape(0) == 0;
@@ -18,7 +20,11 @@ const uint64_t* checked_rows(const Rows& rows, size_t columns) {
     const bool contiguous = rows.stride(1) == 1 &&
                             (rows.shape(0) <= 1 || rows.stride(0) == static_cast<int64_t>(columns));
     if (!empty && !contiguous) refuse("rows must be C-contiguous");
-    return static_cast<const uint64_t*>(rows.data());
+    return rows.data();
+}
+
+const uint64_t* checked_rows(const Rows& rows, size_t columns) {
+    return static_cast<const uint64_t*>(checked_table(rows, columns, false));
 }
 
 void check_range(uint64_t first, uint64_t nbytes, const char* what, size_t row) {
@@ -43,6 +49,20 @@ void check_span(const Span& span, bool copies, size_t row) {
 size_t checked_n_out(int64_t n_out) {
     if (n_out < 0) refuse("n_out must not be negative");
     return static_cast<size_t>(n_out);
+}
+
+Isa checked_isa(int isa) {
+    const int best = static_cast<int>(best_isa());
+    if (isa == -1) return static_cast<Isa>(best);
+    if (isa < -1 || isa > 2) refuse("isa must be -1 (best), 0 (scalar), 1 (avx2) or 2 (avx512)");
+    if (isa > best)
+        refuse(std::string("this machine lacks ") + isa_name(static_cast<Isa>(isa)));
+    return static_cast<Isa>(isa);
+}
+
+unsigned checked_threads(int threads) {
+    if (threads < 1 || threads > 1024) refuse("threads must be between 1 and 1024");
+    return static_cast<unsigned>(threads);
 }
 
 std::vector<Span> read_spans(const Rows& rows, bool copies, bool digests, size_t n_out) {

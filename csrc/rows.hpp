@@ -20,10 +20,14 @@ using Table = nanobind::ndarray<nanobind::numpy, uint64_t, nanobind::ndim<2>>;
 // Raises ValueError.
 [[noreturn]] void refuse(const std::string& message);
 
+// The rows of a C-contiguous array (n, columns) of uint64 or, if `or_signed`, of int64.
+const void* checked_table(const Rows& rows, size_t columns, bool or_signed);
 // The first of the rows of a C-contiguous uint64 array (n, columns).
 const uint64_t* checked_rows(const Rows& rows, size_t columns);
 
 size_t checked_n_out(int64_t n_out);
+Isa checked_isa(int isa);  // -1: the best of this machine
+unsigned checked_threads(int threads);
 
 // Refuses first + nbytes beyond 64 bits.
 void check_range(uint64_t first, uint64_t nbytes, const char* what, size_t row);

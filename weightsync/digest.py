@@ -277,6 +277,17 @@ def reference_digest(data: bytes, *, start: int, seed: int) -> Digest:
     is added in Python's own unbounded integers.
     """
     positions = (start + np.arange(len(data), dtype=np.uint64)).astype(np.uint64)
+    return reference_digest_at(data, positions, seed=seed)
+
+
+def reference_digest_at(data: bytes, positions: U64Array, *, seed: int) -> Digest:
+    """`reference_digest` of bytes that stand anywhere in the whole.
+
+    Args:
+        data: n bytes.
+        positions: (n,) uint64, where each byte stands in its whole tensor.
+        seed: of the whole tensor.
+    """
     shifts = (positions & np.uint64(7)) * np.uint64(8)
     words = np.frombuffer(data, dtype=np.uint8).astype(np.uint64) << shifts
     low32, half, one = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(1)
