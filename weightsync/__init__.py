@@ -17,14 +17,17 @@ from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weightsync.canary import Canary
     from weightsync.engines import connect, engine
     from weightsync.errors import WeightSyncError
+    from weightsync.look import prove
     from weightsync.manifest import Manifest, TensorSpec
     from weightsync.receipt import Receipt
     from weightsync.sender import StagedUpdate, WeightSender
     from weightsync.sources import ModuleSource, SafetensorsSource, StateDictSource
 
 __all__ = [
+    "Canary",
     "Manifest",
     "ModuleSource",
     "Receipt",
@@ -36,6 +39,7 @@ __all__ = [
     "WeightSyncError",
     "connect",
     "engine",
+    "prove",
 ]
 __version__ = "0.1.0"
 
@@ -44,6 +48,7 @@ __version__ = "0.1.0"
 __path__ = extend_path(__path__, __name__)
 
 _HOMES = {
+    "Canary": "canary",
     "Manifest": "manifest",
     "ModuleSource": "sources",
     "Receipt": "receipt",
@@ -55,6 +60,7 @@ _HOMES = {
     "WeightSyncError": "errors",
     "connect": "engines",
     "engine": "engines",
+    "prove": "look",
 }
 
 

@@ -14,6 +14,7 @@ from weightsync.messages import Ack, Described, Mode
 from weightsync.outbox import Outbox
 from weightsync.plan.match import check_descriptions, tied_apart
 from weightsync.roster import Roster
+from weightsync.served import ServedPlan
 from weightsync.sources.base import Source, same_bytes
 from weightsync.sources.selection import Selection, named
 
@@ -31,11 +32,13 @@ class Agreed:
         source: of exactly these tensors.
         manifest: of that source.
         untouched: by engine, persistent buffers that no tensor goes to.
+        plans: by engine, where it holds these tensors.
     """
 
     source: Source
     manifest: Manifest
     untouched: dict[str, tuple[str, ...]]
+    plans: dict[str, ServedPlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,14 @@ class _Taken:
         tied: ``(position, position of another)`` that any worker holds as one memory.
         everywhere: those that all do.
         also: ``(position, name)``: what else a tensor's memory is called in an engine.
-        untouched: see `Agreed`.
+        untouched, plans: see `Agreed`.
     """
 
     tied: frozenset[tuple[int, int]]
     everywhere: frozenset[tuple[int, int]]
     also: frozenset[tuple[int, str]]
     untouched: dict[str, tuple[str, ...]]
+    plans: dict[str, ServedPlan]
 
 
 class Agreement:
@@ -101,7 +105,9 @@ class Agreement:
             manifest = view.manifest()
         if self._announced != (manifest.hash, whole) or not self._fits(manifest):
             taken = self._announce(manifest, whole, deadline)
-        return Agreed(view, manifest, taken.untouched)
+        else:
+            taken = self._taken[manifest.hash, whole]  # of what is sent, not of what was asked for
+        return Agreed(view, manifest, taken.untouched, taken.plans)
 
     def _check_modes(self) -> None:
         for engine in self._roster.engines:
@@ -126,7 +132,7 @@ class Agreement:
         layouts, fds = self._outbox.layouts(manifest, whole=whole)
         ask_all(workers, layouts, Ack, deadline, fds=fds)
         ties: list[frozenset[tuple[int, int]]] = []
-        untouched = {}
+        untouched, plans = {}, {}
         also: set[tuple[int, str]] = set()
         for engine in self._roster.engines:
             engine.prepare(deadline)
@@ -134,6 +140,7 @@ class Agreement:
             answers = gather(mine, Described, deadline, belongs_to=manifest.hash)
             pairs = [(worker.name, answer) for worker, answer in zip(mine, answers, strict=True)]
             check_descriptions(engine.name, manifest, pairs)
+            plans[engine.name] = ServedPlan(manifest, pairs)
             ties += [_checked(worker, manifest, found) for worker, found in pairs]
             also |= {pair for answer in answers for pair in answer.also}
             names = {name for answer in answers for name in answer.untouched}
@@ -145,6 +152,7 @@ class Agreement:
             frozenset(ties[0]).intersection(*ties),
             frozenset(also),
             untouched,
+            plans,
         )
         self._taken[manifest.hash, whole] = taken
         return taken

@@ -12,7 +12,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from weightsync.canary import Canary, check_canary
 from weightsync.control import Worker, ask_all, gather, lost, tell_all
 from weightsync.deadline import Deadline
 from weightsync.engines.base import Engine, PauseMode
@@ -22,13 +27,15 @@ from weightsync.errors import (
     PeerLost,
     Superseded,
     UpdateAborted,
+    UpdateRefused,
     WeightSyncError,
     reason_of,
 )
 from weightsync.messages import Abort, Ack, Applied, Arm, Commit, Digests, Poison, Resumed
-from weightsync.receipt import EngineReceipt, WorkerReceipt
+from weightsync.receipt import EngineReceipt, WorkerProof, WorkerReceipt
+from weightsync.served import Judge
 
-__all__ = ["Flip", "end_requests", "release_pause"]
+__all__ = ["Flip", "Flipped", "end_requests", "release_pause"]
 
 log = logging.getLogger("weightsync.sender")
 
@@ -48,6 +55,19 @@ class _Clock:
         self.seconds[step] = time.perf_counter() - started
 
 
+@dataclass(frozen=True, slots=True)
+class Flipped:
+    """One engine that serves an update.
+
+    Attributes:
+        levels: at which each tensor is proven, shape (n,), as positions in
+            `weightsync.served.LEVELS`.
+    """
+
+    receipt: EngineReceipt
+    levels: NDArray[np.int64]
+
+
 class Flip:
     """One engine's change to one update.
 
@@ -60,6 +80,8 @@ class Flip:
     Args:
         workers: of this engine, by rank.
         pause: what happens to requests in flight.
+        judge: gives who says what the workers have proven, once everything is applied.
+        canary: of which the engine must think as the trainer does, before its version counts.
         keep_requests: do not end requests when the engine is poisoned: somebody is about to cure
             it.
     """
@@ -73,6 +95,8 @@ class Flip:
         pause: PauseMode,
         deadline: Deadline,
         *,
+        judge: Callable[[], Judge],
+        canary: Canary | None,
         keep_requests: bool = False,
     ) -> None:
         self.engine = engine
@@ -81,6 +105,8 @@ class Flip:
         self._version = version
         self._pause: PauseMode = pause
         self._deadline = deadline
+        self._judge = judge
+        self._canary = canary
         self._keep_requests = keep_requests
         self._clock = _Clock()
         self._started = 0.0
@@ -99,6 +125,11 @@ class Flip:
             # A pause that somebody else asked for stays; one that a failed update left is ours.
             self._was_paused = engine.is_paused(deadline)
             self._ours = not self._was_paused or any(w.status.holds_pause for w in workers)
+            if self._canary is not None and not self._ours:
+                raise UpdateRefused(
+                    f"{engine.name} is paused by somebody else, and a canary needs it to run",
+                    remedy="resume it first, or sync without a canary",
+                )
             arm = Arm(update_id=self._update_id, holds_pause=self._ours)
             ask_all(workers, arm, Ack, deadline, belongs_to=self._update_id)
             for worker in workers:
@@ -153,19 +184,28 @@ class Flip:
             if failed:
                 raise WeightSyncError("; ".join(f"{name}: {error}" for name, error in failed))
 
-    def conclude(self, digests: Sequence[Digests]) -> EngineReceipt:
+    def conclude(self, digests: Sequence[Digests]) -> Flipped:
         """Everything is applied: make the engine serve it.
 
         Args:
             digests: what each worker proved, for the receipt.
 
         Raises:
-            EnginePoisoned: caches could not be reset, or a worker was lost.
+            EnginePoisoned: a model does not hold what it should, the canary failed, caches could
+                not be reset, or a worker was lost.
             NotResumed: the new weights are whole, but the engine is still paused.
             Superseded: a newer sender holds the engine, which is left alone.
         """
         engine, workers, deadline = self.engine, self.workers, self._deadline
         with self._or_poison():
+            # Of a streamed update there are no reports: what it took is in its digests' time.
+            reports: Sequence[Applied | None] = self._reports or [None] * len(workers)
+            verdict = self._judge().verdict(
+                [
+                    digest.found if report is None else report.found
+                    for report, digest in zip(reports, digests, strict=True)
+                ]
+            )
             if self._holds and not engine.is_paused(deadline):
                 raise WeightSyncError("somebody resumed the engine while it was updated")
             _still_ours(workers)
@@ -179,10 +219,15 @@ class Flip:
             ask_all(workers, commit, Ack, deadline, belongs_to=self._update_id)
         for worker in workers:
             worker.is_now(poisoned=None, version=self._version)
-        _go_on(engine, workers, self._update_id, self._version, self._ours, self._clock, deadline)
-        # Of a streamed update there are none: what it took is in its digests' time.
-        reports: Sequence[Applied | None] = self._reports or [None] * len(workers)
-        return EngineReceipt(
+        if self._canary is not None:
+            self._go_on(resume=True)
+            with self._or_poison(), self._clock.measure("canary"):
+                check_canary(engine, self._canary, deadline)
+            self._go_on(version=True)
+        else:
+            self._go_on(version=True, resume=self._ours)
+        proofs: Sequence[WorkerProof | None] = verdict.proofs or [None] * len(workers)
+        receipt = EngineReceipt(
             name=engine.name,
             engine=workers[0].description,
             pause=self._pause,
@@ -195,9 +240,21 @@ class Flip:
                     verify_seconds=digest.seconds,
                     apply_seconds=report.seconds if report else 0.0,
                     load_seconds=report.load_seconds if report else 0.0,
+                    proof=proof,
                 )
-                for worker, digest, report in zip(workers, digests, reports, strict=True)
+                for worker, digest, report, proof in zip(
+                    workers, digests, reports, proofs, strict=True
+                )
             ),
+            plan_hash=verdict.plan_hash,
+            levels=verdict.shares,
+        )
+        return Flipped(receipt, verdict.levels)
+
+    def _go_on(self, *, version: bool = False, resume: bool = False) -> None:
+        label = self._version if version else None
+        _go_on(
+            self.engine, self.workers, self._update_id, label, resume, self._clock, self._deadline
         )
 
     def poison(self, error: BaseException) -> EnginePoisoned:
@@ -241,7 +298,7 @@ def _go_on(
     engine: Engine,
     workers: Sequence[Worker],
     update_id: str,
-    version: str,
+    version: str | None,
     resume: bool,
     clock: _Clock,
     deadline: Deadline,
@@ -252,8 +309,9 @@ def _go_on(
     for last in (False, True):
         try:
             _still_ours(workers)
-            with clock.measure("version"):
-                engine.set_version(version, deadline)
+            if version is not None:
+                with clock.measure("version"):
+                    engine.set_version(version, deadline)
             with clock.measure("resume"):
                 if resume:
                     _still_ours(workers)

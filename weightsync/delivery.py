@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -11,16 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightsync.agreement import Agreed
+from weightsync.canary import Canary, CanaryMaker
+from weightsync.commit import Flipped
 from weightsync.control import Worker, ask_all, gather, last_words, tell_all
 from weightsync.deadline import Deadline
+from weightsync.digest import derive_seeds
 from weightsync.engines.base import Engine
 from weightsync.errors import DigestMismatch, PeerLost, ProofFailed, UpdateAborted
+from weightsync.evidence import ArenaEvidence, Evidence, SourceEvidence
 from weightsync.manifest import Manifest
-from weightsync.messages import Ack, Begin, Digests, Follow, Mode
+from weightsync.messages import Ack, Begin, Digests, Follow, Mode, Prove
 from weightsync.outbox import Outbox
 from weightsync.proof import mismatches
-from weightsync.receipt import EngineReceipt, LevelShare, ProofLevel, Receipt
+from weightsync.receipt import ProofLevel, Receipt
+from weightsync.record import write_receipt
 from weightsync.roster import Roster
+from weightsync.served import Judge
 from weightsync.sources.base import pour
 
 __all__ = ["Delivery"]
@@ -35,17 +40,29 @@ class Delivery:
         agreed: what the update is of.
         version: that the engines will report.
         only: names or patterns that it was declared to be of; empty for the whole model.
+        proof: what is to be proven of it.
+        canary: makes a canary.
 
     Attributes:
         update_id: made of the version, and unique.
         seed: of its digests; drawn for it alone.
         half, base: of the arena, and where that begins in bytes, once it has begun.
         digests: of all its tensors, once they have moved, shape (n, 2).
+        judges: by engine, what says what it has proven.
+        canary: of which its engines must think as the trainer does, once it has begun.
         seconds: that it took, by phase.
     """
 
     def __init__(
-        self, roster: Roster, outbox: Outbox, agreed: Agreed, version: str, only: Sequence[str]
+        self,
+        roster: Roster,
+        outbox: Outbox,
+        agreed: Agreed,
+        version: str,
+        only: Sequence[str],
+        *,
+        proof: ProofLevel,
+        canary: CanaryMaker | None,
     ) -> None:
         self._roster = roster
         self._outbox = outbox
@@ -58,12 +75,22 @@ class Delivery:
         self.base = 0
         self.digests: NDArray[np.uint64] = np.zeros((0, 2), np.uint64)
         self.seconds: dict[str, float] = {}
+        self.judges: dict[str, Judge] = {}
+        self.canary: Canary | None = None
+        self._proof = proof
+        self._make_canary = canary
         self._proofs: tuple[Digests, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
         """Of the tensors that are sent."""
         return self._agreed.manifest
+
+    @property
+    def prove(self) -> Prove:
+        """What workers are to digest."""
+        known: dict[ProofLevel, Prove] = {"served": "served", "received": "received"}
+        return known.get(self._proof, "nothing")
 
     def workers(self, engine: Engine) -> list[Worker]:
         """The workers of one engine, by rank."""
@@ -78,8 +105,11 @@ class Delivery:
         """Let all workers know that bytes are about to come. Whoever gives up from here on aborts
         the outbox."""
         workers, outbox = self._roster.workers, self._outbox
+        if self._make_canary is not None:
+            self.canary = self._make_canary()
         self.half, self.base = outbox.half, outbox.base(outbox.half)
-        ring_update = outbox.begin(self.manifest, self.seed, workers, deadline)
+        digests = self.prove != "nothing"
+        ring_update = outbox.begin(self.manifest, self.seed, workers, deadline, digests=digests)
         begin = Begin(
             update_id=self.update_id,
             version=self.version,
@@ -87,13 +117,14 @@ class Delivery:
             base=self.base,
             ring_update=ring_update,
             filled=False,
-            prove="received",
+            prove=self.prove,
             seconds=deadline.seconds,
         )
         ask_all(workers, begin, Ack, deadline, belongs_to=self.update_id)
 
     def move(self, deadline: Deadline, progress: Callable[[int, int], None] | None) -> None:
-        """Read the source into the outbox while all workers follow, and compare.
+        """Read the source into the outbox while all workers follow, compare, and work out what
+        their models must hold.
 
         Args:
             progress: called with (bytes done, bytes in all).
@@ -115,35 +146,47 @@ class Delivery:
         expected = self._outbox.finish()
         filled = time.perf_counter()
         proofs = gather(workers, Digests, deadline, belongs_to=self.update_id)
-        _compare(manifest, expected, workers, proofs)
-        self.seconds["fill"] = filled - started
-        self.seconds["verify"] = time.perf_counter() - filled
+        if self.prove != "nothing":
+            _compare(manifest, expected, workers, proofs)
+        verified = time.perf_counter()
         self.digests = expected.sum(axis=0, dtype=np.uint64)
         self._proofs = tuple(proofs)
+        self._expect()
+        self.seconds["fill"] = filled - started
+        self.seconds["verify"] = verified - filled
+        self.seconds["expect"] = time.perf_counter() - verified
 
-    def receipt(self, proof: ProofLevel, mode: Mode, engines: Sequence[EngineReceipt]) -> Receipt:
-        """Its record, not yet part of a chain."""
+    def _expect(self) -> None:
+        """Work out what every engine's models must hold."""
         manifest, source = self.manifest, self._agreed.source
-        digest = hashlib.blake2b(
-            self.seed.to_bytes(8, "little") + self.digests.astype("<u8").tobytes(), digest_size=32
+        addresses = self._outbox.addresses()
+        # A streamed update lies nowhere but in the source, which stands still until it is over.
+        evidence: Evidence = (
+            SourceEvidence(source, manifest)
+            if addresses is None
+            else ArenaEvidence(manifest, addresses)
         )
-        share = LevelShare(tensors=len(manifest), nbytes=manifest.total_bytes)
-        return Receipt(
-            version=self.version,
+        seeds = derive_seeds(self.seed, manifest.identities)
+        for name, plan in self._agreed.plans.items():
+            expected = None
+            if self.prove == "served":
+                expected = plan.expect(evidence, self.seed, seeds, self.digests)
+            self.judges[name] = Judge(plan, expected, self._proof)
+
+    def receipt(self, mode: Mode, flipped: Sequence[Flipped]) -> Receipt:
+        """Its record, not yet part of a chain."""
+        return write_receipt(
+            self._agreed.source,
+            self.manifest,
+            flipped,
+            label=self.version,
             update_id=self.update_id,
-            proven=proof,
-            levels={proof: share},
             mode=mode,
             only=self._only,
-            nbytes=manifest.total_bytes,
-            manifest_hash=manifest.hash,
-            digest=digest.hexdigest(),
-            casts=dict(source.casts),
-            aliases=dict(source.aliases),
+            seed=self.seed,
+            digests=self.digests,
             untouched=self._agreed.untouched,
-            engines=tuple(engines),
             seconds=self.seconds,
-            previous="",
         )
 
 

@@ -18,6 +18,7 @@ part alone.
         UpdateRefused         asked for in a state, or with arguments, that do not allow it
         ProofFailed           a digest differs; the update was aborted, old weights intact
           ServedMismatch        a model holds other bytes than it was handed
+        CanaryFailed          trainer and engine do not agree on a prompt
         UpdateAborted         given up before anything was applied; old weights intact
         EnginePoisoned        an engine may hold a mixture and refuses to serve
         RolledBack            an engine failed while applying, and serves the version before again
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
+    "CanaryFailed",
     "ConnectError",
     "DeadlineExceeded",
     "DigestMismatch",
@@ -252,7 +254,18 @@ class ServedMismatch(ProofFailed):
 
     SHOWN = 10
 
-    def __init__(self, mismatches: Sequence[DigestMismatch], faults: Sequence[Problem]) -> None:
+    REMEDY = (
+        "what was handed to the engine was proven before, so look at how the engine loads what is "
+        "named above; until that is mended, restart it with these weights"
+    )
+
+    def __init__(
+        self,
+        mismatches: Sequence[DigestMismatch],
+        faults: Sequence[Problem],
+        *,
+        remedy: str = REMEDY,
+    ) -> None:
         found = [*map(str, mismatches), *map(str, faults)]
         shown = "".join(f"\n  {one}" for one in found[: self.SHOWN])
         more = len(found) - self.SHOWN
@@ -262,11 +275,14 @@ class ServedMismatch(ProofFailed):
             f"the model does not hold the trainer's weights: {len(found)} fault(s) of "
             f"{len({m.tensor for m in mismatches} | {f.name for f in faults})} tensor(s):"
             f"{shown}{tail}",
-            remedy="what was handed to the engine was proven before, so look at how the engine "
-            "loads what is named above; until that is mended, restart it with these weights",
+            remedy=remedy,
         )
         self.mismatches = tuple(mismatches)
         self.faults = tuple(faults)
+
+
+class CanaryFailed(UpdateError):
+    """Trainer and engine do not agree on a prompt."""
 
 
 class UpdateAborted(UpdateError):

@@ -7,13 +7,15 @@ update what it found there: one digest per holding. The sender knows what each m
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Any, Final, Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from weightsync.box import Box
 
-__all__ = ["SPOT_COLUMNS", "HeldLevel", "Holding", "spot_columns"]
+__all__ = ["SPOT_COLUMNS", "HeldLevel", "Holding", "canonical", "not_finite", "spot_columns"]
 
 HeldLevel = Literal["served", "spot"]
 """``served``: all of a holding is read. ``spot``: some of its columns, drawn anew for every update.
@@ -21,6 +23,15 @@ HeldLevel = Literal["served", "spot"]
 
 SPOT_COLUMNS = 4
 """Columns that are drawn of each holding that is probed at random."""
+
+_EXPONENT: Final[dict[str, tuple[type[Any], int]]] = {
+    "float64": (np.uint64, 0x7FF0_0000_0000_0000),
+    "float32": (np.uint32, 0x7F80_0000),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+}
+"""Bits of the exponent by dtype, and the unsigned integers of its size. IEEE 754: all clear in zeros
+and denormal numbers, all set in infinities and NaNs."""
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):
@@ -73,3 +84,29 @@ def spot_columns(seed: int, holder: str, width: int) -> tuple[int, ...]:
         drawn.add(int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little") % width)
         number += 1
     return tuple(sorted(drawn))
+
+
+def canonical(content: NDArray[np.uint8], dtype: str) -> NDArray[np.uint8]:
+    """Values as arithmetic gives them back: -0.0 and denormal numbers count as 0.0.
+
+    Args:
+        content: bytes of elements of that dtype.
+        dtype: a floating-point one of 16, 32 or 64 bits; what is another one is left alone.
+
+    Returns:
+        As many bytes.
+    """
+    if dtype not in _EXPONENT:
+        return content
+    kind, mask = _EXPONENT[dtype]
+    bits: NDArray[Any] = content.view(kind).copy()
+    bits[(bits & kind(mask)) == 0] = 0
+    return bits.view(np.uint8)
+
+
+def not_finite(content: NDArray[np.uint8], dtype: str) -> bool:
+    """Whether any element is infinite or no number. Arguments as of `canonical`."""
+    if dtype not in _EXPONENT:
+        return False
+    kind, mask = _EXPONENT[dtype]
+    return bool(((content.view(kind) & kind(mask)) == kind(mask)).any())

@@ -44,6 +44,7 @@ class Outbox:
         self._offsets = np.zeros(0, np.uint64)
         self._half_bytes = 0
         self._deadline = Deadline.after(0)
+        self._digests = True
         self._seeds = np.zeros(0, np.uint64)
 
     def fit(self, manifest: Manifest, readers: int) -> bool:
@@ -94,17 +95,34 @@ class Outbox:
         return half * self._half_bytes
 
     def begin(
-        self, manifest: Manifest, seed: int, workers: Sequence[Worker], deadline: Deadline
+        self,
+        manifest: Manifest,
+        seed: int,
+        workers: Sequence[Worker],
+        deadline: Deadline,
+        *,
+        digests: bool,
     ) -> int:
         """An update begins, and all workers are at rest.
+
+        Args:
+            digests: take them while bytes are moved.
 
         Returns:
             Its number in the ring.
         """
         self._deadline = deadline
+        self._digests = digests
         self._seeds = derive_seeds(seed, manifest.identities)
         peers = [Peer(worker.name, worker.channel.fileno()) for worker in workers]
         return self._made().begin(len(manifest), peers)
+
+    def addresses(self) -> NDArray[np.uint64] | None:
+        """Where each tensor of the update lies in the arena, shape (n,); None where there is
+        none."""
+        if self.arena is None:
+            return None
+        return self._offsets + np.uint64(self.arena.address + self.base(self.half))
 
     def push(self, batch: Pieces) -> None:
         """Copy pieces to where they go and announce them. See `weightsync.sources.base.pour`.
@@ -112,10 +130,8 @@ class Outbox:
         Raises:
             DeadlineExceeded: a worker does not take them in. PeerLost: one is gone.
         """
-        destinations = None
-        if self.arena is not None:
-            base = np.uint64(self.arena.address + self.base(self.half))
-            destinations = self._offsets[batch.index] + batch.start + base
+        addresses = self.addresses()
+        destinations = None if addresses is None else addresses[batch.index] + batch.start
         self._made().push(
             batch.address,
             batch.nbytes,
@@ -123,6 +139,7 @@ class Outbox:
             self._seeds[batch.index],
             batch.index,
             destinations=destinations,
+            digests=self._digests,
             deadline=self._deadline,
         )
 

@@ -175,11 +175,15 @@ class Receiver:
             self._restore()
             raise
 
-    def poison(self, reason: str) -> None:
+    def poison(self, reason: str, update_id: str | None = None) -> None:
         """The weights may be a mixture, whatever brought them there: refuse until a full update
-        cures it. Any thread."""
+        cures it. Any thread.
+
+        Args:
+            update_id: of the update that is to blame, if it may have been committed.
+        """
         with self._lock:
-            self._state.poison(reason)
+            self._state.poison(reason, update_id)
         log.error("poisoned: %s", reason)
         self._refuse(reason)
 
@@ -284,7 +288,7 @@ class Receiver:
                 if self._staging is not None:
                     self._staging.weights = None
             case Poison():
-                self.poison(message.reason)
+                self.poison(message.reason, message.update_id)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is nothing that a worker is told")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.commit import Flip, end_requests
+from weightsync.commit import Flip, Flipped, end_requests
 from weightsync.control import Worker, ask_all
 from weightsync.deadline import Deadline
 from weightsync.delivery import Delivery
@@ -28,9 +28,9 @@ from weightsync.errors import (
     reason_of,
 )
 from weightsync.manifest import Manifest
-from weightsync.messages import Ack, Begin, Digests, Follow
+from weightsync.messages import Ack, Begin, Digests, Follow, Prove
 from weightsync.outbox import Outbox
-from weightsync.receipt import EngineReceipt
+from weightsync.served import Judge
 from weightsync.transport.shm import ShmArena
 
 __all__ = ["Keeper"]
@@ -46,6 +46,8 @@ class Retained:
         base: where that begins, in bytes.
         seed: under which it was proven.
         digests: of all its tensors then, shape (n, 2).
+        prove: what was digested then, and is again.
+        judge: says whether models hold it.
     """
 
     version: str
@@ -53,6 +55,8 @@ class Retained:
     base: int
     seed: int
     digests: NDArray[np.uint64]
+    prove: Prove
+    judge: Judge
 
 
 class Keeper:
@@ -83,7 +87,7 @@ class Keeper:
 
     def flip(
         self, engine: Engine, delivery: Delivery, pause: PauseMode, deadline: Deadline
-    ) -> EngineReceipt:
+    ) -> Flipped:
         """Flip one engine.
 
         Raises:
@@ -103,12 +107,14 @@ class Keeper:
             delivery.version,
             pause,
             deadline,
+            judge=lambda: delivery.judges[engine.name],
+            canary=delivery.canary,
             keep_requests=kept is not None,
         )
         flip.enter()
         try:
             flip.apply()
-            receipt = flip.conclude(delivery.proofs(engine))
+            flipped = flip.conclude(delivery.proofs(engine))
         except NotResumed:
             self._keep(engine, delivery)
             raise
@@ -124,12 +130,18 @@ class Keeper:
                 end_requests(engine)
             raise
         self._keep(engine, delivery)
-        return receipt
+        return flipped
 
     def _keep(self, engine: Engine, delivery: Delivery) -> None:
         if self.retains:
             self._kept[engine.name] = Retained(
-                delivery.version, delivery.half, delivery.base, delivery.seed, delivery.digests
+                delivery.version,
+                delivery.half,
+                delivery.base,
+                delivery.seed,
+                delivery.digests,
+                delivery.prove,
+                delivery.judges[engine.name],
             )
 
 
@@ -161,16 +173,28 @@ def _restore(
         base=retained.base,
         ring_update=0,
         filled=True,
-        prove="received",
+        prove=retained.prove,
         seconds=deadline.seconds,
     )
-    flip = Flip(engine, workers, update_id, retained.version, "keep", deadline, keep_requests=False)
+    flip = Flip(
+        engine,
+        workers,
+        update_id,
+        retained.version,
+        "keep",
+        deadline,
+        judge=lambda: retained.judge,
+        canary=None,
+    )
     try:
         ask_all(workers, begin, Ack, deadline, belongs_to=update_id)
         follow = Follow(update_id=update_id)
         proofs = ask_all(workers, follow, Digests, deadline, belongs_to=update_id)
         for worker, proof in zip(workers, proofs, strict=True):
-            if proof.digests != retained.digests.astype("<u8").tobytes():
+            if (
+                retained.prove != "nothing"
+                and proof.digests != retained.digests.astype("<u8").tobytes()
+            ):
                 raise UpdateAborted(f"{worker.name} finds other bytes in what was kept")
         flip.enter()
         flip.apply()

@@ -15,6 +15,8 @@ from typing import Literal, Self
 import msgspec
 
 from weightsync.agreement import Agreement
+from weightsync.canary import CanaryMaker
+from weightsync.commit import Flipped
 from weightsync.control import ask_all
 from weightsync.deadline import Deadline
 from weightsync.delivery import Delivery
@@ -25,6 +27,7 @@ from weightsync.errors import (
     PlanRefused,
     ProofFailed,
     SourceError,
+    UpdateError,
     UpdateRefused,
 )
 from weightsync.messages import Abort, Ack, Mode
@@ -42,7 +45,7 @@ Rollback = Literal["none", "retain"]
 """What becomes of an engine that fails while it applies an update: it refuses to serve until a full
 update cures it; or it gets back the version before, which costs its memory once more."""
 
-SUPPORTED_PROOFS: tuple[ProofLevel, ...] = ("received",)
+PROOFS: tuple[ProofLevel, ...] = ("served", "received", "canary", "off")
 STAGED_CHUNK_LIMIT = 1 << 30
 ABORT_SECONDS = 10.0
 """What giving an update up may take before the sender hangs up instead, which says the same."""
@@ -86,9 +89,16 @@ class WeightSender:
     Args:
         source: what the trainer has.
         engines: from `weightsync.connect` or `weightsync.engine`.
-        proof: what must be proven of every tensor before `sync` returns. ``"received"``: the bytes
-            that each worker hands to its engine's loader, digested where they lie; workers of one
-            host, who share that memory, each digest a part of it.
+        proof: what must be proven of every tensor before `sync` returns. ``"served"``: what is
+            ``received``, and then what the model holds, wherever that can be read back; the receipt
+            names every tensor of which it cannot, and why, and those that were probed at random
+            columns (``spot``). ``"received"``: the bytes that each worker hands to its engine's
+            loader, digested where they lie; workers of one host, who share that memory, each
+            digest a part of it. ``"canary"``: a prompt of which trainer and engine must think
+            alike, and nothing else. ``"off"``: nothing.
+        canary: makes a `weightsync.Canary`, called for each update with the weights that it is of.
+            The engine is asked once it has resumed, before its version counts; if it thinks
+            otherwise it is poisoned. Demanded by ``proof="canary"``, possible with any.
         mode: ``"staged"``: all bytes go into an arena of shared memory as large as the model, are
             proven there while the engines go on generating, and are then applied, or nothing is.
             ``"streamed"``: bytes go through a small ring straight into the models of paused
@@ -116,7 +126,8 @@ class WeightSender:
         source: Source,
         engines: Iterable[Engine],
         *,
-        proof: ProofLevel = "received",
+        proof: ProofLevel = "served",
+        canary: CanaryMaker | None = None,
         mode: Mode = "staged",
         rollback: Rollback = "none",
         bucket_bytes: int | None = None,
@@ -124,10 +135,11 @@ class WeightSender:
         on_receipt: Callable[[Receipt], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        _check_arguments(proof, mode, rollback, bucket_bytes, deadline)
+        _check_arguments(proof, canary, mode, rollback, bucket_bytes, deadline)
         self._source = source
         self._roster = Roster(tuple(engines))
-        self._proof = proof
+        self._proof: ProofLevel = proof
+        self._canary = canary
         self._mode: Mode = mode
         self._seconds = deadline
         self._on_receipt = on_receipt
@@ -241,7 +253,15 @@ class WeightSender:
             if not isinstance(error, HARMLESS):
                 self._roster.drop(error)
             raise
-        delivery = Delivery(self._roster, self._outbox, agreed, label, only or ())
+        delivery = Delivery(
+            self._roster,
+            self._outbox,
+            agreed,
+            label,
+            only or (),
+            proof=self._proof,
+            canary=self._canary,
+        )
         delivery.seconds["plan"] = time.perf_counter() - started
         return delivery
 
@@ -253,35 +273,37 @@ class WeightSender:
         deadline = Deadline.after(self._seconds)
         self._staged = None
         try:
-            receipts = self._roster.each(
+            flipped = self._roster.each(
                 lambda engine: self._keeper.flip(engine, delivery, pause, deadline)
             )
         except BaseException as error:
             # Whatever state the connections are in, the next update starts with new ones.
             self._roster.drop(error)
+            _name_succeeded(error)
             raise
         delivery.seconds["commit"] = time.perf_counter() - started
-        return self._hand_out(delivery.receipt(self._proof, self._mode, receipts))
+        return self._hand_out(delivery.receipt(self._mode, flipped))
 
     def _stream(self, version: int | str, only: Sequence[str] | None, pause: PauseMode) -> Receipt:
         _check_pause(pause)
         deadline = Deadline.after(self._seconds)
         delivery = self._announce(version, only, deadline)
         started = time.perf_counter()
-        flips = Flips(self._roster, delivery, pause, deadline)
         try:
             delivery.begin(deadline)
+            flips = Flips(self._roster, delivery, pause, deadline)
             flips.enter()
         except BaseException as error:
             self._give_up(delivery, error)
             raise
         try:
-            receipts = flips.stream(self._on_progress)
+            flipped = flips.stream(self._on_progress)
         except BaseException as error:
             self._roster.drop(error)
+            _name_succeeded(error)
             raise
         delivery.seconds["commit"] = time.perf_counter() - started
-        return self._hand_out(delivery.receipt(self._proof, self._mode, receipts))
+        return self._hand_out(delivery.receipt(self._mode, flipped))
 
     def _hand_out(self, receipt: Receipt) -> Receipt:
         previous = "" if self.last_receipt is None else self.last_receipt.hash
@@ -312,12 +334,28 @@ class WeightSender:
             self._roster.drop(failure)
 
 
+def _name_succeeded(error: BaseException) -> None:
+    """Of several engines, those that went well are told by their receipts."""
+    if isinstance(error, UpdateError):
+        error.succeeded = tuple(
+            one.receipt if isinstance(one, Flipped) else one for one in error.succeeded
+        )
+
+
 def _check_arguments(
-    proof: str, mode: str, rollback: str, bucket_bytes: int | None, deadline: float
+    proof: str,
+    canary: CanaryMaker | None,
+    mode: str,
+    rollback: str,
+    bucket_bytes: int | None,
+    deadline: float,
 ) -> None:
-    if proof not in SUPPORTED_PROOFS:
+    if proof not in PROOFS:
+        raise UpdateRefused(f"proof is {' or '.join(map(repr, PROOFS))}, got {proof!r}")
+    if proof == "canary" and canary is None:
         raise UpdateRefused(
-            f"proof {proof!r} is not available, known are {', '.join(SUPPORTED_PROOFS)}"
+            "proof='canary' was asked for without one",
+            remedy="pass canary=, a callable that returns a weightsync.Canary",
         )
     if mode not in ("staged", "streamed"):
         raise UpdateRefused(f"mode is 'staged' or 'streamed', got {mode!r}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weightsync.commit import Flip
+from weightsync.commit import Flip, Flipped
 from weightsync.deadline import Deadline
 from weightsync.delivery import Delivery
 from weightsync.engines.base import Engine, PauseMode
 from weightsync.errors import Superseded
-from weightsync.receipt import EngineReceipt
 from weightsync.roster import Roster
 
 __all__ = ["Flips"]
@@ -36,6 +35,8 @@ class Flips:
                 delivery.version,
                 pause,
                 deadline,
+                judge=lambda name=engine.name: delivery.judges[name],  # type: ignore[misc]
+                canary=delivery.canary,
             )
             for engine in roster.engines
         }
@@ -65,7 +66,7 @@ class Flips:
                 raise superseded[0] from error
             raise
 
-    def stream(self, progress: Callable[[int, int], None] | None) -> list[EngineReceipt]:
+    def stream(self, progress: Callable[[int, int], None] | None) -> list[Flipped]:
         """Move the bytes into all models, and let the engines serve them.
 
         Raises:

@@ -58,6 +58,7 @@ class UpdateState:
         self.version: str | None = None
         self.poisoned: str | None = None
         self._pending: str | None = None
+        self._before: str | None = None
 
     @property
     def resting(self) -> bool:
@@ -100,7 +101,7 @@ class UpdateState:
     def commit(self, update_id: str) -> None:
         """Every worker has applied it. Cures poison."""
         self._advance(update_id, Phase.COMMITTED)
-        self.version, self.poisoned = self._pending, None
+        self._before, self.version, self.poisoned = self.version, self._pending, None
 
     def abort(self) -> None:
         """Give the update in progress up. Nothing in progress: nothing happens.
@@ -114,8 +115,15 @@ class UpdateState:
             raise UpdateRefused(f"update {self.update_id} is being applied and cannot be aborted")
         self.phase = Phase.ABORTED if self.poisoned is None else Phase.POISONED
 
-    def poison(self, reason: str) -> None:
-        """The worker may hold a mixture. Allowed at any time."""
+    def poison(self, reason: str, update_id: str | None = None) -> None:
+        """The worker may hold a mixture. Allowed at any time.
+
+        Args:
+            update_id: of the update that is to blame. If it was committed already, the version is
+                again what it was before.
+        """
+        if self.phase is Phase.COMMITTED and update_id is not None and update_id == self.update_id:
+            self.version = self._before
         self.phase, self.poisoned = Phase.POISONED, reason or "no reason was given"
 
     def forget(self) -> None:

@@ -39,10 +39,10 @@ def test_a_declared_part_changes_what_it_names_and_nothing_else(
         assert engine.tensors() == [as_hex(values)] * 2
         assert receipt.only == ("layers.0.*", "head.weight")
         assert receipt.nbytes == sum(tensors(1)[name].nbytes for name in names)
-        assert receipt.levels["received"].tensors == 3
+        assert receipt.levels["served"].tensors == 3
         whole = sender.sync("whole")
         assert engine.tensors() == [as_hex(tensors(1))] * 2
-        assert whole.only == () and whole.levels["received"].tensors == len(SHAPES)
+        assert whole.only == () and whole.levels["served"].tensors == len(SHAPES)
         sender.sync("part again", only=["embed.weight"])
     assert engine.version(Deadline.after(1)) == "part again"
 
@@ -153,7 +153,7 @@ def test_the_other_name_of_a_tied_tensor_stands_for_it_in_a_declared_part(
         sender.sync(3)
     with WeightSender(source, [tied_engine]) as sender:
         receipt = sender.sync(4, only=["lm_head.weight"])
-    assert receipt.levels["received"].tensors == 1
+    assert receipt.levels["served"].tensors == 1
     expected = with_head(3) | {name: values["embed.weight"] for name in ("embed.weight", *TIED)}
     assert tied_engine.tensors() == [as_hex(expected)] * 2
 

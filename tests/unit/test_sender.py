@@ -60,12 +60,12 @@ def test_every_worker_serves_exactly_the_sources_bytes(engine: ToyEngine) -> Non
         receipt = sender.sync(7)
     assert engine.tensors() == [as_hex(tensors(1))] * 2
     assert engine.version(Deadline.after(1)) == receipt.version == "7"
-    assert receipt.proven == "received" and receipt.intact
+    assert receipt.proven == "served" and receipt.intact
     assert [worker.name for worker in receipt.engines[0].workers] == [
         "toy, worker 0",
         "toy, worker 1",
     ]
-    assert receipt.levels["received"].tensors == len(SHAPES)
+    assert receipt.levels["served"].tensors == len(SHAPES)
     assert {"plan", "fill", "verify", "stage", "commit"} <= receipt.seconds.keys()
 
 
@@ -597,7 +597,9 @@ def test_requests_that_make_no_sense_are_refused_with_a_reason(engine: ToyEngine
     with pytest.raises(UpdateRefused, match="engines of different names"):
         WeightSender(source, [engine, engine])
     with pytest.raises(UpdateRefused, match="proof"):
-        WeightSender(source, [engine], proof="served")
+        WeightSender(source, [engine], proof="sworn")  # type: ignore[arg-type]
+    with pytest.raises(UpdateRefused, match="canary"):
+        WeightSender(source, [engine], proof="canary")
     with WeightSender(source, [engine]) as sender:
         with pytest.raises(UpdateRefused, match="version"):
             sender.stage("")

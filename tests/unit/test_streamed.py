@@ -59,8 +59,8 @@ def test_every_worker_serves_exactly_the_sources_bytes(
             receipt = sender.sync(step)
             assert served(engine, step)
         assert sender._outbox.arena is None
-    assert receipt.mode == "streamed" and receipt.proven == "received" and receipt.intact
-    assert receipt.levels["received"].tensors == len(LARGE)
+    assert receipt.mode == "streamed" and receipt.proven == "served" and receipt.intact
+    assert receipt.levels["served"].tensors == len(LARGE)
     assert engine.version(Deadline.after(1)) == "2"
 
 

@@ -7,6 +7,7 @@ answer has reached it before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from weightsync.deadline import Deadline
@@ -90,6 +91,15 @@ class Engine(Protocol):
 
         Args:
             recompute: requests are frozen in flight; recompute what they hold.
+        """
+        ...
+
+    def logprobs(self, prompt: Sequence[int], deadline: Deadline) -> list[float]:
+        """What the engine thinks of a prompt: the log-probability of each token after the first,
+        given all before it.
+
+        Args:
+            prompt: token ids, two at least.
         """
         ...
 

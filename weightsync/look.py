@@ -1,0 +1,249 @@
+"""Proof without transfer: do engines hold what the trainer has, whoever brought it there?
+
+    receipt = weightsync.prove(source, engines)      # or raises, and names what differs
+
+Nothing moves and nothing changes; a sender that holds an engine keeps it. The digests are those of
+an update.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightsync.canary import Canary, CanaryMaker, check_canary
+from weightsync.commit import Flipped
+from weightsync.control import Listener, Worker, ask_all, close_all, gather
+from weightsync.deadline import Deadline
+from weightsync.digest import derive_seeds, digest_spans
+from weightsync.engines.base import Engine
+from weightsync.errors import Problem, ServedMismatch, UpdateRefused, WeightSyncError
+from weightsync.evidence import SourceEvidence
+from weightsync.manifest import Manifest
+from weightsync.messages import Ack, Described, Held, Inspect
+from weightsync.plan.match import check_descriptions, tied_apart
+from weightsync.receipt import EngineReceipt, Receipt, WorkerReceipt, chain
+from weightsync.record import write_receipt
+from weightsync.served import LEVELS, Judge, ServedPlan, shares
+from weightsync.sources.base import Pieces, Source, pour, same_bytes
+
+__all__ = ["prove"]
+
+REMEDY = (
+    "if the engine should hold these weights, whoever loaded what is named above got it wrong: "
+    "send them with weightsync, or restart the engine from them"
+)
+
+
+def prove(
+    source: Source,
+    engines: Iterable[Engine],
+    *,
+    proof: Literal["served", "canary"] = "served",
+    canary: CanaryMaker | None = None,
+    deadline: float = 600.0,
+) -> Receipt:
+    """Compare what engines hold with what a source has, tensor by tensor.
+
+    The trainer must stand still meanwhile. An engine goes on serving; it looks at its weights
+    between two steps.
+
+    Args:
+        source: what they should hold: all of the model.
+        engines: from `weightsync.connect` or `weightsync.engine`.
+        proof: ``"served"``, as of `weightsync.WeightSender`; or ``"canary"`` alone.
+        canary: makes a `weightsync.Canary`; each engine is asked.
+        deadline: seconds for all of it.
+
+    Returns:
+        A receipt whose version is what the engines report.
+
+    Raises:
+        ServedMismatch: an engine holds something else; names tensor, worker and place.
+        CanaryFailed: an engine thinks otherwise than the trainer.
+        PlanRefused: source and engine are not of one model.
+        SourceError, ConnectError, TransportError: something could not be read or reached.
+        UpdateRefused: no engine, two of one name, or arguments that do not go together.
+    """
+    engines = tuple(engines)
+    names = [engine.name for engine in engines]
+    if not names or len(set(names)) != len(names):
+        raise UpdateRefused(f"engines of different names are needed, got {names}")
+    if proof not in ("served", "canary") or (proof == "canary" and canary is None):
+        raise UpdateRefused(
+            f"proof is 'served', or 'canary' with one, got {proof!r} and canary={canary!r}"
+        )
+    limit = Deadline.after(deadline)
+    manifest = source.manifest()
+    look = _Look(source, manifest, limit, None if canary is None else canary())
+    flipped = look.served(engines) if proof == "served" else look.canaries(engines)
+    receipt = write_receipt(
+        source,
+        manifest,
+        flipped,
+        label=", ".join(sorted({str(engine.version(limit)) for engine in engines})),
+        update_id=look.look_id,
+        mode="look",
+        only=(),
+        seed=look.seed,
+        digests=look.digests,
+        untouched=look.untouched,
+        seconds=look.seconds,
+    )
+    return chain(receipt)
+
+
+class _Look:
+    """One look at several engines."""
+
+    def __init__(
+        self, source: Source, manifest: Manifest, deadline: Deadline, canary: Canary | None
+    ) -> None:
+        self.look_id = f"look-{secrets.token_hex(4)}"
+        self.seed = secrets.randbits(64)
+        self.digests: NDArray[np.uint64] = np.zeros((len(manifest), 2), np.uint64)
+        self.untouched: dict[str, tuple[str, ...]] = {}
+        self.seconds: dict[str, float] = {}
+        self._source = source
+        self._manifest = manifest
+        self._deadline = deadline
+        self._canary = canary
+        self._seeds = derive_seeds(self.seed, manifest.identities)
+
+    def canaries(self, engines: Sequence[Engine]) -> list[Flipped]:
+        """Ask what the engines think, and nothing else."""
+        return _each(engines, self._think)
+
+    def served(self, engines: Sequence[Engine]) -> list[Flipped]:
+        """Look at what all workers of all engines hold."""
+        started = time.perf_counter()
+        pour(self._source, self._manifest, self._digest)
+        self.seconds["read"] = time.perf_counter() - started
+        listener = Listener()
+        workers: list[Worker] = []
+        try:
+            tokens = {engine.name: secrets.token_hex(8) for engine in engines}
+            expected = {tokens[engine.name]: (engine.name, engine.workers) for engine in engines}
+            for engine in engines:
+                engine.open_session(listener.path, tokens[engine.name], self._deadline)
+            workers = listener.accept(expected, self._deadline, only_look=True)
+            return _each(
+                engines,
+                lambda engine: self._at(engine, [w for w in workers if w.engine == engine.name]),
+            )
+        finally:
+            close_all(workers)
+            listener.close()
+
+    def _digest(self, batch: Pieces) -> None:
+        self.digests = self.digests + digest_spans(
+            batch.address,
+            batch.nbytes,
+            batch.start,
+            self._seeds[batch.index],
+            batch.index,
+            len(self._manifest),
+        )
+
+    def _at(self, engine: Engine, workers: Sequence[Worker]) -> Flipped:
+        manifest, deadline = self._manifest, self._deadline
+        started = time.perf_counter()
+        question = Inspect(
+            look_id=self.look_id,
+            tensors=manifest.tensors,
+            manifest_hash=manifest.hash,
+            whole=True,
+            seed=self.seed,
+        )
+        ask_all(workers, question, Ack, deadline)
+        engine.look(deadline)
+        said = gather(workers, Described, deadline, belongs_to=manifest.hash)
+        pairs = [(worker.name, described) for worker, described in zip(workers, said, strict=True)]
+        check_descriptions(engine.name, manifest, pairs)
+        held = gather(workers, Held, deadline, belongs_to=self.look_id)
+        plan = ServedPlan(manifest, pairs)
+        self._check_tied(said)
+        evidence = SourceEvidence(self._source, manifest)
+        expected = plan.expect(evidence, self.seed, self._seeds, self.digests)
+        try:
+            verdict = Judge(plan, expected, "served").verdict([one.found for one in held])
+        except ServedMismatch as error:
+            raise ServedMismatch(error.mismatches, error.faults, remedy=REMEDY) from error
+        untouched = tuple(sorted({name for one in said for name in one.untouched}))
+        if untouched:
+            self.untouched[engine.name] = untouched
+        seconds = {"look": time.perf_counter() - started, **self._canary_seconds(engine)}
+        proofs = verdict.proofs or []
+        receipt = EngineReceipt(
+            name=engine.name,
+            engine=workers[0].description,
+            pause="none",
+            paused_seconds=0.0,
+            seconds=seconds,
+            workers=tuple(
+                WorkerReceipt(worker.name, worker.device, 0.0, 0.0, 0.0, proof)
+                for worker, proof in zip(workers, proofs, strict=True)
+            ),
+            plan_hash=verdict.plan_hash,
+            levels=verdict.shares,
+        )
+        return Flipped(receipt, verdict.levels)
+
+    def _think(self, engine: Engine) -> Flipped:
+        levels = np.full(len(self._manifest), LEVELS.index("canary"))
+        receipt = EngineReceipt(
+            name=engine.name,
+            engine=engine.name,
+            pause="none",
+            paused_seconds=0.0,
+            seconds=self._canary_seconds(engine),
+            workers=(),
+            plan_hash="",
+            levels=shares(self._manifest, levels),
+        )
+        return Flipped(receipt, levels)
+
+    def _canary_seconds(self, engine: Engine) -> dict[str, float]:
+        if self._canary is None:
+            return {}
+        started = time.perf_counter()
+        check_canary(engine, self._canary, self._deadline)
+        return {"canary": time.perf_counter() - started}
+
+    def _check_tied(self, said: Sequence[Described]) -> None:
+        """Tensors that are one memory in an engine must have the same bytes in the source.
+
+        Raises:
+            ServedMismatch: they do not: the engine can hold only one of the two.
+        """
+        tensors = self._manifest.tensors
+        apart: list[Problem] = []
+        for index, other in sorted({pair for described in said for pair in described.tied}):
+            equal = tensors[index].dtype == tensors[other].dtype
+            if not equal or not same_bytes(self._source, self._manifest, index, other):
+                apart.append(tied_apart(tensors[index].name, tensors[other].name))
+        if apart:
+            raise ServedMismatch([], apart, remedy=REMEDY)
+
+
+def _each(engines: Sequence[Engine], action: Callable[[Engine], Flipped]) -> list[Flipped]:
+    """All engines are looked at before an error is raised: the first, with the others' texts as
+    notes."""
+    flipped: list[Flipped] = []
+    errors: list[WeightSyncError] = []
+    for engine in engines:
+        try:
+            flipped.append(action(engine))
+        except WeightSyncError as error:
+            error.add_note(f"at {engine.name}")
+            errors.append(error)
+    for other in errors[1:]:
+        errors[0].add_note(f"and: {other}")
+    if errors:
+        raise errors[0]
+    return flipped
