@@ -7,6 +7,7 @@ part alone.
       ManifestError         names, dtypes or shapes that cannot describe a model
       SourceError           the trainer's side cannot give what it promised
       ConnectError          an engine that cannot be reached, or that cannot take part
+      DeviceUnavailable     a GPU, or the software that drives it, is missing
       PlanRefused           the two sides' tensors do not fit; nothing has moved
       TransportError        bytes or messages did not arrive
         DeadlineExceeded      somebody was awaited for too long
@@ -33,6 +34,7 @@ from typing import Literal
 __all__ = [
     "ConnectError",
     "DeadlineExceeded",
+    "DeviceUnavailable",
     "DigestMismatch",
     "EnginePoisoned",
     "ManifestError",
@@ -78,6 +80,10 @@ class SourceError(WeightSyncError):
 
 class ConnectError(WeightSyncError):
     """An engine cannot be reached or lacks something that an update needs."""
+
+
+class DeviceUnavailable(WeightSyncError):
+    """A GPU was asked for, and it, its driver, cupy or the run-time compiler is not there."""
 
 
 ProblemKind = Literal["unknown", "missing", "shape", "dtype", "duplicate", "loader", "engine"]
