@@ -1,8 +1,8 @@
 """The digest on CUDA, as far as a machine without a GPU shows it.
 
 The kernel's text runs on a simulated grid (digest_grid.cpp), which refuses loads that hardware
-would refuse; the same text compiles for real devices; and what finds, compiles and keeps it is run as it
-is. That a device then computes the same is for bench/gpu_check.py to show.
+would refuse; the same text compiles for real devices; and what finds, compiles and keeps it is run
+as it is. That a device then computes the same is for bench/gpu_check.py to show.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ __all__ = [
     "cut_chunks",
     "digest_regions_cuda",
     "start_digest_regions",
+    "usable_cupy",
 ]
 
 COLUMNS = 30
@@ -130,7 +131,7 @@ def start_digest_regions(
     table, nbytes = checked_regions(rows, n_out)
     if not nbytes.any():
         return PendingDigests(np.zeros((n_out, 2), dtype=np.uint64), None, ())
-    cupy = _cupy()
+    cupy = usable_cupy()
     import cupyx
 
     with cupy.cuda.Device(device), _on_stream(cupy, stream):
@@ -213,7 +214,8 @@ def cut_chunks(nbytes: U64Array, blocks: int) -> U64Array:
     return np.stack([region.astype(np.uint64), first, count], axis=1)
 
 
-def _cupy() -> Any:
+def usable_cupy() -> Any:
+    """The cupy module, where it and a GPU are there. Raises DeviceUnavailable."""
     try:
         import cupy
     except ImportError as error:
@@ -238,7 +240,7 @@ def _cupy() -> Any:
 @functools.cache
 def _kernel(device: int) -> Any:
     """The kernel, loaded on the device, which is the current one."""
-    cupy = _cupy()
+    cupy = usable_cupy()
     driver = cupy.cuda.runtime.driverGetVersion() // 1000
     architecture = int(cupy.cuda.Device(device).compute_capability)
     with kernel_binary(architecture, find_nvrtc(newest_major=driver)) as path:
