@@ -49,7 +49,7 @@ def spans_equal(cupy: Any, rng: np.random.Generator) -> bool:
 
 
 def strided_equal(cupy: Any, rng: np.random.Generator, dtype: str) -> bool:
-    """Boxes of tensors, in memory as they come, permuted, reversed, sliced and repeated."""
+    """Boxes of tensors, in memory as they come, permuted, reversed and sliced."""
     itemsize = np.dtype(dtype).itemsize
     rows, expected = [], []
     for out in range(60):

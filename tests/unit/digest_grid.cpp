@@ -127,14 +127,19 @@ Fault Block::run(const weightsync::Region* regions, const weightsync::Chunk* chu
     running = this;
     std::vector<uint32_t> order(threads_);
     std::iota(order.begin(), order.end(), 0u);
-    // Every round takes at least one barrier further, unless threads wait at different ones for ever.
-    const uint64_t rounds = 1000 + 1000 * n_chunks;
+    // Warps stand still for a while now and then, so that others overtake them as far as barriers allow.
+    std::vector<uint64_t> awake(warps_.size());
+    // Every round takes warps that are awake a barrier further, unless threads wait for ever.
+    const uint64_t rounds = 10000 * (1 + n_chunks);
     for (uint64_t round = 0; round < rounds; ++round) {
         std::shuffle(order.begin(), order.end(), random);
+        for (uint64_t& until : awake)
+            if (until <= round && random() % 16 == 0) until = round + random() % 64;
         bool left = false;
         for (uint32_t i : order) {
             if (done_[i]) continue;
             left = true;
+            if (awake[i / weightsync::kWarp] > round) continue;
             current_ = i;
             swapcontext(&scheduler_, &fibers_[i]);
         }

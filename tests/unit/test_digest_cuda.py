@@ -163,6 +163,31 @@ def test_a_span_gives_the_reference_on_any_grid(
     assert as_digest(found) == reference_digest(memory.tobytes(), start=start, seed=SEED)
 
 
+@pytest.mark.parametrize("threads", [32, 96, 256])
+@pytest.mark.parametrize("offset", [0, 8, 13])
+def test_spans_of_many_turns_give_the_reference(
+    simulate: Simulate, offset: int, threads: int
+) -> None:
+    # Long enough for the loop that has several loads under way, as words lie in memory and not.
+    memory = aligned(16 * threads * 13 + 77, offset)
+    for start in (8 * 10**6 + offset % 8, 8 * 10**6 + 3):
+        rows = table(span(memory.ctypes.data, memory.nbytes, start))
+        for size in (memory.nbytes // 2 // 16 * 16, 1 << 20):
+            found = simulate(rows, cut([memory.nbytes], size), 1, memory, threads=threads)
+            assert as_digest(found) == reference_digest(memory.tobytes(), start=start, seed=SEED)
+
+
+def test_a_warp_that_is_late_loses_no_sums(simulate: Simulate) -> None:
+    # Many chunks for one block: its warps may be in different ones at once.
+    memory = aligned(16 * 40, 0)
+    expected = reference_digest(memory.tobytes(), start=0, seed=SEED)
+    rows = table(span(memory.ctypes.data, memory.nbytes, 0))
+    for order in range(20):
+        chunks = cut([memory.nbytes], 16)
+        found = simulate(rows, chunks, 1, memory, blocks=1, threads=96, order=order)
+        assert as_digest(found) == expected
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=12),
