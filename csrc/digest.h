@@ -24,7 +24,9 @@
 
 #if defined(__CUDACC_RTC__)
 typedef unsigned long long uint64_t;
+typedef long long int64_t;
 typedef unsigned int uint32_t;
+typedef unsigned short uint16_t;
 typedef unsigned char uint8_t;
 #else
 #include <cstdint>

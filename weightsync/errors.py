@@ -7,6 +7,7 @@ part alone.
       ManifestError         names, dtypes or shapes that cannot describe a model
       SourceError           the trainer's side cannot give what it promised
       ConnectError          an engine that cannot be reached, or that cannot take part
+      DeviceUnavailable     a GPU, or the software that drives it, is missing
       PlanRefused           the two sides' tensors do not fit; nothing has moved
       TransportError        bytes or messages did not arrive
         DeadlineExceeded      somebody was awaited for too long
@@ -36,6 +37,7 @@ __all__ = [
     "CanaryFailed",
     "ConnectError",
     "DeadlineExceeded",
+    "DeviceUnavailable",
     "DigestMismatch",
     "EnginePoisoned",
     "ManifestError",
@@ -82,6 +84,10 @@ class SourceError(WeightSyncError):
 
 class ConnectError(WeightSyncError):
     """An engine cannot be reached or lacks something that an update needs."""
+
+
+class DeviceUnavailable(WeightSyncError):
+    """A GPU was asked for, and it, its driver, cupy or the run-time compiler is not there."""
 
 
 ProblemKind = Literal[

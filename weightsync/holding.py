@@ -30,8 +30,8 @@ _EXPONENT: Final[dict[str, tuple[type[Any], int]]] = {
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
 }
-"""Bits of the exponent by dtype, and the unsigned integers of its size. IEEE 754: all clear in zeros
-and denormal numbers, all set in infinities and NaNs."""
+"""Bits of the exponent by dtype, and the unsigned integers of its size. IEEE 754: all clear in
+zeros and denormal numbers, all set in infinities and NaNs."""
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):

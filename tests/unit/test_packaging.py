@@ -14,6 +14,9 @@ CODE = """
 import weightsync, weightsync._native, weightsync.adapters.vllm.plugin as plugin
 from weightsync.digest import digest_bytes
 digest_bytes(b"12345678", seed=1)
+from weightsync.device.kernels import sources
+if list(sources()) != ["digest.cu", "digest.h", "digest_kernel.h"]:
+    print("CUDA sources", list(sources()))
 try:
     import adapters
     print("top-level adapters")
@@ -51,6 +54,9 @@ def test_the_wheel_has_all_it_needs(wheel_directory: Path, cwd: Path) -> None:
     assert done.returncode == 0 and done.stdout.strip() == "fine", done.stdout + done.stderr
     for file in ("py.typed", "_native.pyi", "adapters/vllm/backend.py"):
         assert (wheel_directory / "weightsync" / file).exists()
+    for file in ("digest.cu", "digest.h", "digest_kernel.h"):
+        shipped = wheel_directory / "weightsync" / "device" / "csrc" / file
+        assert shipped.read_bytes() == (ROOT / "csrc" / file).read_bytes()
     (metadata,) = wheel_directory.glob("weightsync-*.dist-info")
     entry_points = (metadata / "entry_points.txt").read_text()
     assert "vllm.general_plugins" in entry_points and "vllm.logits_processors" in entry_points
