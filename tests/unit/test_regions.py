@@ -58,9 +58,7 @@ def of_copy(whole: torch.Tensor, seed: int = SEED) -> Digest:
     return digest_bytes(np.ascontiguousarray(as_bytes(whole)), seed=seed)
 
 
-def of_definition(
-    part: torch.Tensor, box: Box, shape: Sequence[int], seed: int = SEED
-) -> Digest:
+def of_definition(part: torch.Tensor, box: Box, shape: Sequence[int], seed: int = SEED) -> Digest:
     """Byte by byte, each at its place in the whole."""
     positions = reference_positions(box, shape, part.element_size()).reshape(-1)
     return reference_digest_at(as_bytes(part).tobytes(), positions, seed=seed)
@@ -319,7 +317,12 @@ def test_regions_add_to_the_digest_they_name_under_its_seed() -> None:
     found = table.digest([11, 12, 13, 14])
     assert found.shape == (4, 2) and found.dtype == np.uint64
     first, third = of_copy(tensors[1], 11), of_copy(tensors[0].t(), 13)
-    assert found.tolist() == [[first.first, first.second], [0, 0], [third.first, third.second], [0, 0]]
+    assert found.tolist() == [
+        [first.first, first.second],
+        [0, 0],
+        [third.first, third.second],
+        [0, 0],
+    ]
     assert table.out.tolist() == [2, 0, 0]
     assert table.nbytes.tolist() == [240, 120, 120]
     assert len(table) == 3 and table.n_out == 4
