@@ -57,7 +57,10 @@ def boxes(address: int, nbytes: int) -> dict[str, Placed]:
 def build_variants(
     nbytes: int, threads: int
 ) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """Name -> one pass over `nbytes`, or over fewer where the second answer says so. Memory is written once first: no variant pays page faults."""
+    """Name -> one pass over `nbytes`, or over fewer bytes: those are in the second answer.
+
+    Memory is written once first: no variant pays page faults.
+    """
     source = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
     destination = np.ones(nbytes, dtype=np.uint8)
     from_, to = source.ctypes.data, destination.ctypes.data

@@ -276,9 +276,12 @@ uint64_t read_words(const uint8_t* source, uint64_t nbytes) {
     size_t done = 0;
 #if WEIGHTSYNC_X86
     if (best_isa() == Isa::avx512) {
-        const size_t lines = nbytes / 256 * 4;
-        all = read_lines_avx512(source, lines);
-        done = lines * 64;
+        // Loads that cross lines would be slower; the words before the first line are read apart.
+        const size_t head = std::min<size_t>(bytes_to_alignment(source, kLine), nbytes) / 8 * 8;
+        const size_t lines = (nbytes - head) / 256 * 4;
+        all = read_lines_avx512(source + head, lines);
+        for (size_t i = 0; i < head; i += 8) all ^= load_word(source + i);
+        done = head + lines * 64;
     }
 #endif
     for (; done + 8 <= nbytes; done += 8) all ^= load_word(source + done);
