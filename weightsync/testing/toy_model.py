@@ -243,6 +243,8 @@ class ToyModel(nn.Module):
         written = set()
         for name, loaded in weights:
             for target, part in self._destinations(name):
+                if target not in tensors:
+                    raise KeyError(name)
                 module = self.get_submodule(target.rpartition(".")[0])
                 if isinstance(module, Reloadable):
                     self._opened(target.rpartition(".")[0], module)
