@@ -59,6 +59,19 @@ class ToyEngine:
         faults: Faults | None = None,
         tied: Mapping[str, str] | None = None,
     ) -> None:
+        tensors = {n: [d, list(s)] for n, (d, s) in shapes.items()}
+        first = {"shapes": tensors, "tied": dict(tied or {})}
+        self._start("weightsync.testing.toy_worker", first, name, workers, faults or {})
+
+    def _start(
+        self, module: str, first: Mapping[str, Any], name: str, workers: int, faults: Faults
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            module: that each of them runs.
+            first: what each is told first, beside who it is.
+        """
         self.name = name
         self.workers = workers
         self.calls: list[str] = []
@@ -67,22 +80,16 @@ class ToyEngine:
         self._session_open = False
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(workers):
-            start = {
-                "rank": rank,
-                "world_size": workers,
-                "shapes": {n: [d, list(s)] for n, (d, s) in shapes.items()},
-                "faults": dict((faults or {}).get(rank, {})),
-                "tied": dict(tied or {}),
-            }
             process = subprocess.Popen(
-                [sys.executable, "-m", "weightsync.testing.toy_worker"],
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
                 cwd=tempfile.gettempdir(),
             )
             self._processes.append(process)
-            self._write(rank, start)
+            who = {"rank": rank, "world_size": workers, "faults": dict(faults.get(rank, {}))}
+            self._write(rank, {**who, **first})
         self.call_workers("ready", Deadline.after(60))
 
     def __enter__(self) -> Self:

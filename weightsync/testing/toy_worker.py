@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -26,7 +26,16 @@ from weightsync.session import Session
 from weightsync.staging import Incoming
 from weightsync.target import ApplyReport, StagedWeights, torch_dtype
 
-__all__ = ["FaultyReceiver", "FaultyTarget", "main", "resources", "toy_module"]
+__all__ = [
+    "Call",
+    "FaultyReceiver",
+    "FaultyTarget",
+    "hexed",
+    "main",
+    "resources",
+    "serve",
+    "toy_module",
+]
 
 
 class FaultyTarget(ModuleTarget):
@@ -122,7 +131,7 @@ class FaultyReceiver(Receiver):
     handling this process is killed (SIGKILL); with ``after_`` before it, once it is handled.
     """
 
-    def __init__(self, target: FaultyTarget, **arguments: Any) -> None:
+    def __init__(self, target: FaultyTarget | Any, **arguments: Any) -> None:
         super().__init__(target, **arguments)
         self._faults = target
 
@@ -182,18 +191,31 @@ def resources() -> dict[str, int]:
     }
 
 
-def main() -> None:
-    """Serve calls, one line of JSON each after a first that says who this is, until the standard
-    input ends."""
-    start = json.loads(sys.stdin.readline())
-    target = FaultyTarget(toy_module(start["shapes"], start["tied"]), start["faults"])
-    receiver = FaultyReceiver(target, rank=start["rank"], world_size=start["world_size"])
+Call = Callable[[dict[str, Any]], dict[str, Any]]
+"""Answers a request of a worker's own."""
+
+
+class Faulty(Protocol):
+    """A target whose faults are set from outside."""
+
+    faults: dict[str, Any]
+    refused: str | None
+
+
+def serve(rank: int, target: Faulty, receiver: FaultyReceiver, own: Mapping[str, Call]) -> None:
+    """Serve calls, one line of JSON each, until the standard input ends.
+
+    Args:
+        own: calls beside those of every toy.
+    """
     for line in sys.stdin:
         request = json.loads(line)
         answer: dict[str, Any] = {}
         call = request.pop("call")
         receiver.moment(call)
-        if call == "join":
+        if call in own:
+            answer = own[call](request)
+        elif call == "join":
             receiver.join(request["path"], request["token"])
         elif call == "prepare":
             receiver.prepare()
@@ -204,22 +226,34 @@ def main() -> None:
         elif call == "finish":
             receiver.finish()
         elif call == "faults":
-            target.faults = request["faults"][str(start["rank"])]
-        elif call == "tensors":
-            answer["tensors"] = {
-                name: tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
-                for name, tensor in target._tensors().items()
-            }
+            target.faults = request["faults"][str(rank)]
         elif call == "status":
             answer = {
                 **msgspec.to_builtins(receiver.status()),
                 "refused": target.refused,
-                "refused_at_restore": target.refused_at_restore,
+                "refused_at_restore": getattr(target, "refused_at_restore", None),
                 "resources": resources(),
             }
         receiver.moment(f"after_{call}")
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+
+
+def hexed(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The bytes of every tensor."""
+    return {
+        name: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
+        for name, tensor in tensors.items()
+    }
+
+
+def main() -> None:
+    """A worker, told who it is by the first line."""
+    start = json.loads(sys.stdin.readline())
+    target = FaultyTarget(toy_module(start["shapes"], start["tied"]), start["faults"])
+    receiver = FaultyReceiver(target, rank=start["rank"], world_size=start["world_size"])
+    tensors: Call = lambda _: {"tensors": hexed(target._tensors())}  # noqa: E731
+    serve(start["rank"], target, receiver, {"tensors": tensors})
 
 
 if __name__ == "__main__":
