@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from weightsync.adapters.vllm.packing import Packing, Span, learn
+from weightsync.errors import Problem
 from weightsync.holding import Holding
 from weightsync.regions import RegionTable
 
@@ -74,11 +75,12 @@ class PackedExperts:
         offsets = [piece.offset * live.element_size() for _, piece in self._pieces]
         self._offsets = np.array(offsets, np.uint64)
         self._table: RegionTable | None = None
-        self._padding = [
-            (f"{name}[:, {rows[0]}:{sum(rows)}, {columns[0]}:{sum(columns)}]", piece)
+        self._padding = {
+            f"{name}[:, {rows[0]}:{sum(rows)}, {columns[0]}:{sum(columns)}]": list(
+                packing.pieces(experts, rows, columns, 0)
+            )
             for experts, rows, columns in padding
-            for piece in packing.pieces(experts, rows, columns, 0)
-        ]
+        }
 
     def digest(self, seeds: NDArray[np.uint64]) -> NDArray[np.uint64] | str:
         """A digest per holding, shape (k, 2); or why they could not be taken.
@@ -96,12 +98,16 @@ class PackedExperts:
         table = self._table.moved(self._offsets + np.uint64(memory.data_ptr()))
         return table.digest(seeds[self._index])
 
-    def padding(self) -> dict[str, torch.Tensor]:
-        """What nothing is loaded into, as it is now; nothing where it cannot be read."""
+    def spoilt(self) -> list[Problem]:
+        """Padding that is not zero, as it is when it is made; none where it cannot be read."""
         memory = self._memory() if self._padding else None
         if memory is None:
-            return {}
-        return {f"{name}#{n}": p.view(memory) for n, (name, p) in enumerate(self._padding)}
+            return []
+        return [
+            Problem("changed", name, "is padding, and not zero any more")
+            for name, pieces in self._padding.items()
+            if any(bool(piece.view(memory).count_nonzero()) for piece in pieces)
+        ]
 
     def _memory(self) -> torch.Tensor | None:
         live = self._layer._parameters.get(self._leaf)

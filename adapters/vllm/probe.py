@@ -158,19 +158,25 @@ class Probe:
             columns = sorted(set().union(*wanted.values()))
             numbers = list(wanted)
             keys = seeds[[part.holding.index for _, part in parts]]
-            for chunk, values in read(layer.layer, columns, (layer.rows, layer.width), layer.dtype):
-                finite = values.isfinite()
-                if not finite.all():
-                    rows = finite.all(dim=0)
-                    for number, part in parts:
-                        if not rows[part.row : part.row + part.rows].all():
-                            unread[number] = NOT_FINITE
-                regions = [
-                    placed
-                    for out, (number, part) in enumerate(parts)
-                    for placed in part.placed(out, values, chunk, wanted[number])
-                ]
-                found[numbers] += RegionTable(regions, len(parts)).digest(keys)
+            try:
+                for chunk, values in read(
+                    layer.layer, columns, (layer.rows, layer.width), layer.dtype
+                ):
+                    finite = values.isfinite()
+                    if not finite.all():
+                        rows = finite.all(dim=0)
+                        for number, part in parts:
+                            if not rows[part.row : part.row + part.rows].all():
+                                unread[number] = NOT_FINITE
+                    regions = [
+                        placed
+                        for out, (number, part) in enumerate(parts)
+                        for placed in part.placed(out, values, chunk, wanted[number])
+                    ]
+                    found[numbers] += RegionTable(regions, len(parts)).digest(keys)
+            except (RuntimeError, ValueError) as error:
+                # The layer does not compute from a packed weight of this shape any more.
+                unread |= dict.fromkeys(numbers, f"cannot be read back: {error}"[:500])
         return found, unread
 
     def _sharing(self) -> dict[tuple[int, int], _Shared]:
@@ -197,6 +203,10 @@ def read(
     Yields:
         Columns, and what they hold: shape (columns, rows of the weight), zeros and denormals as
         +0.0.
+
+    Raises:
+        ValueError: the layer computes from a weight of another shape.
+        RuntimeError: so its kernel says.
     """
     rows, width = shape
     tiny = torch.finfo(dtype).tiny
@@ -207,6 +217,8 @@ def read(
         identity[torch.arange(len(chunk)), torch.tensor(chunk)] = 1
         with torch.no_grad():
             values = layer.cpu_linear(identity, layer.weight, None)
+            if values.shape != (len(chunk), rows) or values.dtype != dtype:
+                raise ValueError(f"a product gave {values.dtype} {list(values.shape)}")
             values.masked_fill_(values.abs() < tiny, 0.0)
         yield chunk, values
 
@@ -223,7 +235,8 @@ def inexact(method: type[Any], shape: tuple[int, int], dtype: torch.dtype) -> st
     """
     rows, width = min(shape[0], TRIED_ROWS), shape[1]
     info = torch.finfo(dtype)
-    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    drawn = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, width, generator=drawn, dtype=torch.float32)
     weight[::2] *= info.max / 8
     weight = weight.to(dtype)
     weight[weight.abs() < info.tiny] = 0.0

@@ -22,6 +22,7 @@ from weightsync.adapters.vllm.readable import sort_out
 from weightsync.held import HeldCopies
 from weightsync.manifest import Manifest
 from weightsync.plan.trace import Trace
+from weightsync.regions import MAX_DIMS
 from weightsync.surroundings import Pinned, Surroundings, pads, written
 from weightsync.target import Served
 
@@ -29,8 +30,7 @@ __all__ = ["ServedModel"]
 
 
 class ServedModel:
-    """What a model holds of one manifest. Made before an update is applied: what the model has
-    beside the tensors then is what it must have afterwards.
+    """What a model holds of one manifest.
 
     Args:
         model: the worker's, live.
@@ -61,8 +61,20 @@ class ServedModel:
         self._written = written(trace)
         self._layouts = {name: trace.layouts[name].shape for name in found.copies}
         self._surroundings = Surroundings(self._rest)
-        self._surroundings.note()
+        self._noted = False
         self._pinned = Pinned(lambda: dict(model.named_parameters())) if captured else None
+
+    def begin(self) -> None:
+        """An update is about to be applied: what the model has beside the tensors now is what it
+        must have afterwards. Not before, since layers may change their buffers while they run; and
+        not again after an update that failed, which may have changed them."""
+        if not self._noted:
+            self._surroundings.note()
+            self._noted = True
+
+    def end(self) -> None:
+        """The update has been applied."""
+        self._noted = False
 
     def look(self, seed: int, seeds: NDArray[np.uint64]) -> Served:
         """See `weightsync.target.Target.served`."""
@@ -80,6 +92,7 @@ class ServedModel:
             found.append(digests)
             number += len(digests)
         faults = [*self._copies.faults, *self._surroundings.changed()]
+        faults += [problem for experts in self._experts for problem in experts.spoilt()]
         if self._pinned is not None:
             faults += self._pinned.moved()
         return Served(np.concatenate(found), unread, tuple(faults))
@@ -97,13 +110,22 @@ class ServedModel:
             if hasattr(layer, "process_weights_after_loading"):
                 continue
             for name, buffer in layer.named_buffers(prefix, recurse=False):
-                if name not in self._written and buffer.device.type == "cpu":
+                if name not in self._written and _legible(buffer):
                     found[name] = buffer
         tensors = self._tensors()
         for name, shape in self._layouts.items():
             tensor, boxes = tensors.get(name), self._written.get(name)
             if tensor is not None and boxes and tuple(tensor.shape) == shape:
                 found.update(pads(name, tensor, boxes))
-        for experts in self._experts:
-            found.update(experts.padding())
         return found
+
+
+def _legible(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.dim() <= MAX_DIMS
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,15 @@ from weightsync.adapters.vllm.guard import Mark
 from weightsync.adapters.vllm.limits import unsupported
 from weightsync.adapters.vllm.served import ServedModel
 from weightsync.adapters.vllm.support import unsupported_version
-from weightsync.errors import EnginePoisoned, UpdateRefused
+from weightsync.errors import EnginePoisoned, UpdateRefused, reason_of
 from weightsync.manifest import Manifest
 from weightsync.messages import Mode
 from weightsync.staging import Incoming
 from weightsync.target import ApplyReport, Description, Served, StagedWeights, TargetStatus
 
 __all__ = ["VllmTarget"]
+
+log = logging.getLogger("weightsync.vllm")
 
 MAX_LAYOUTS = 64
 """Whose traces are remembered at once."""
@@ -34,7 +37,7 @@ class _Layout:
 
     Attributes:
         destinations: names of all parameters that it writes.
-        held: where the model holds it; None where the model does not take it.
+        held: where the model holds it; None where that cannot be told.
     """
 
     destinations: frozenset[str]
@@ -67,12 +70,21 @@ class VllmTarget:
         traced = trace.describe(self._vllm_config, manifest, whole=whole)
         if len(self._layouts) >= MAX_LAYOUTS:
             self._layouts.clear()
-        held = None
-        if not traced.found.problems:
-            held = ServedModel(self._model, manifest, traced.trace, captured=self._captured())
-        self._layouts[manifest.hash] = _Layout(traced.destinations, held)
-        if held is None:
+        if traced.found.problems:
+            self._layouts[manifest.hash] = _Layout(traced.destinations, None)
             return traced.found
+        try:
+            held = ServedModel(self._model, manifest, traced.trace, captured=self._captured())
+        except Exception as error:
+            # An update is possible nevertheless; only its proof ends before the model.
+            log.exception("what the model holds cannot be read back")
+            self._layouts[manifest.hash] = _Layout(traced.destinations, None)
+            unproven = tuple(
+                (index, f"cannot be read back: {reason_of(error)}"[:500])
+                for index in range(len(manifest))
+            )
+            return dataclasses.replace(traced.found, unproven=unproven)
+        self._layouts[manifest.hash] = _Layout(traced.destinations, held)
         return dataclasses.replace(traced.found, holdings=held.holdings, unproven=held.unproven)
 
     def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
@@ -86,6 +98,8 @@ class VllmTarget:
 
         manifest = weights.manifest
         layout = self._layout(manifest)
+        if layout.held is not None:
+            layout.held.begin()
         taken: list[str] = []
         # Some hooks of some versions set vLLM's current configuration around this, others do not.
         with set_current_vllm_config(self._vllm_config):
@@ -96,6 +110,8 @@ class VllmTarget:
                 layout.destinations,
             )
         self._check_all_updated(manifest, taken)
+        if layout.held is not None:
+            layout.held.end()
         return ApplyReport(load_seconds=seconds)
 
     def _check_all_updated(self, manifest: Manifest, taken: list[str]) -> None:
@@ -117,9 +133,7 @@ class VllmTarget:
 
     def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
         held = self._layout(manifest).held
-        if held is None:
-            raise UpdateRefused("the engine does not take these tensors")
-        return held.look(seed, seeds)
+        return Served() if held is None else held.look(seed, seeds)
 
     def _layout(self, manifest: Manifest) -> _Layout:
         if manifest.hash not in self._layouts:
