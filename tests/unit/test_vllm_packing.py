@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from weightsync.adapters.vllm.packing import Packing, _split, learn
+from weightsync.adapters.vllm.readable import _boxes, _padded
 from weightsync.box import Box
 from weightsync.regions import RegionTable, digest
 
@@ -117,3 +118,21 @@ def test_ranges_fall_apart_into_boxes_of_digits(extents: tuple[int, ...]) -> Non
             for values in itertools.product(*(range(f, f + n) for f, n in digits))
         ]
         assert sorted(numbers) == list(range(low, high))
+
+
+def test_rows_that_padding_drives_apart_are_followed() -> None:
+    """A gate and an up of four rows each, padded to six; rows two to seven of a tensor of its own
+    layout, ten elements from row to row."""
+    shape, padded = (2, 8, 4), (2, 12, 4)
+    found = _padded("w13_weight", shape, padded)
+    assert found is not None
+    blocks, added = found
+    experts, columns = (0, 2, 100), (0, 4, 1)
+    assert list(_boxes((experts, (2, 6, 10), columns), 20, blocks)) == [
+        (experts, (2, 2, 10), columns, 20),
+        (experts, (6, 4, 10), columns, 40),
+    ]
+    assert added == [((4, 2, 0), (0, 4, 0)), ((10, 2, 0), (0, 4, 0))]
+    assert _padded("w2_weight", (2, 4, 4), (2, 4, 6)) == ([(0, 4, 0)], [((0, 4, 0), (4, 2, 0))])
+    assert _padded("w2_weight", (2, 4, 4), (2, 6, 4)) is None
+    assert _padded("w13_weight", shape, (2, 12, 6)) is None
