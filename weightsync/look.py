@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.canary import Canary, CanaryMaker, check_canary
+from weightsync.canary import Canary, CanaryMaker, check_canary, make_canary
 from weightsync.commit import Flipped
 from weightsync.control import Listener, Worker, ask_all, close_all, gather
 from weightsync.deadline import Deadline
@@ -80,7 +80,7 @@ def prove(
         )
     limit = Deadline.after(deadline)
     manifest = source.manifest()
-    look = _Look(source, manifest, limit, None if canary is None else canary())
+    look = _Look(source, manifest, limit, make_canary(canary))
     flipped = look.served(engines) if proof == "served" else look.canaries(engines)
     receipt = write_receipt(
         source,
