@@ -167,10 +167,11 @@ class Delivery:
         )
         seeds = derive_seeds(self.seed, manifest.identities)
         for name, plan in self._agreed.plans.items():
-            expected = None
+            expected, level = None, self._proof
             if self.prove == "served":
                 expected = plan.expect(evidence, self.seed, seeds, self.digests)
-            self.judges[name] = Judge(plan, expected, self._proof)
+                level = "received"
+            self.judges[name] = Judge(plan, expected, level)
 
     def receipt(self, mode: Mode, flipped: Sequence[Flipped]) -> Receipt:
         """Its record, not yet part of a chain."""
