@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -28,6 +29,7 @@ from weightsync.manifest import Manifest
 from weightsync.messages import Ack, Described, Held, Inspect
 from weightsync.plan.match import check_descriptions, tied_apart
 from weightsync.receipt import EngineReceipt, ProofLevel, Receipt, WorkerReceipt, chain
+from weightsync.receipt_log import ReceiptLog
 from weightsync.record import write_receipt
 from weightsync.served import LEVELS, Judge, ServedPlan, shares
 from weightsync.sources.base import Pieces, Source, pour, same_bytes
@@ -46,6 +48,7 @@ def prove(
     *,
     proof: Literal["served", "canary"] = "served",
     canary: CanaryMaker | None = None,
+    receipts: Path | str | None = None,
     deadline: float = 600.0,
 ) -> Receipt:
     """Compare what engines hold with what a source has, tensor by tensor.
@@ -58,6 +61,7 @@ def prove(
         engines: from `weightsync.connect` or `weightsync.engine`.
         proof: ``"served"``, as of `weightsync.WeightSender`; or ``"canary"`` alone.
         canary: makes a `weightsync.Canary`; each engine is asked.
+        receipts: a file that the receipt is appended to, as of `weightsync.WeightSender`.
         deadline: seconds for all of it.
 
     Returns:
@@ -72,6 +76,8 @@ def prove(
         SourceError, ConnectError, TransportError: something could not be read or reached.
         UpdateRefused: no engine, two of one name, or arguments that do not go together; an engine
             changed its version meanwhile, or is paused and was to be asked a canary.
+        ReceiptLogError: `receipts` is no file for receipts.
+        ReceiptNotWritten: nothing differs, but the receipt could not be written there.
     """
     engines = tuple(engines)
     names = [engine.name for engine in engines]
@@ -81,6 +87,7 @@ def prove(
         raise UpdateRefused(
             f"proof is 'served', or 'canary' with one, got {proof!r} and canary={canary!r}"
         )
+    log = None if receipts is None else ReceiptLog(receipts)
     limit = Deadline.after(deadline)
     manifest = source.manifest()
     before = [engine.version(limit) for engine in engines]
@@ -106,7 +113,8 @@ def prove(
         untouched=look.untouched,
         seconds=look.seconds,
     )
-    return chain(receipt)
+    receipt = chain(receipt)
+    return receipt if log is None else log.append(receipt)
 
 
 class _Look:
