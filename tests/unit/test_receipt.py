@@ -41,6 +41,7 @@ ENGINE = EngineReceipt(
     workers=(LOOKED, UNASKED),
     plan_hash="12" * 32,
     levels=LEVELS,
+    canary=0.0625,
 )
 RECEIPT = chain(
     Receipt(
