@@ -15,8 +15,11 @@ from weightsync.messages import Described, Partial
 from weightsync.served import ServedPlan
 
 MANIFEST = Manifest(
-    [TensorSpec("cut", "float32", (6, 4)), TensorSpec("whole", "float32", (5,))]
-    + [TensorSpec("shared", "int16", (4, 3))]
+    [
+        TensorSpec("cut", "float32", (6, 4)),
+        TensorSpec("whole", "float32", (5,)),
+        TensorSpec("shared", "int16", (4, 3)),
+    ]
 )
 
 
