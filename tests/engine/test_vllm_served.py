@@ -303,6 +303,18 @@ def test_buffers_and_pads_that_an_update_changes_are_named(
     assert fresh.against("B").nothing
 
 
+def test_a_head_that_shares_its_embedding_no_longer_is_named(fresh: Looked) -> None:
+    head = fresh.target._model.lm_head
+    if head.weight is not fresh.target._model.model.embed_tokens.weight:
+        pytest.skip("the head has weights of its own")
+    shared = head.weight
+    head.weight = torch.nn.Parameter(shared.detach().clone(), requires_grad=False)
+    found = fresh.against("B")
+    head.weight = shared
+    assert [(fault.kind, fault.name) for fault in found.faults] == [("stale", "lm_head.weight")]
+    assert fresh.against("B").nothing
+
+
 def experts(looked: Looked) -> list[str]:
     found = [name for name in looked.tensors("B") if ".experts." in name and "layers.1" in name]
     if not found:
