@@ -75,23 +75,19 @@ class ServedModel:
             if covered and remaining(Box.whole(shape), covered):
                 self._padded[name] = shape, covered
         self._surroundings = Surroundings(self._rest)
-        self._noted = False
         self._pinned = Pinned(lambda: dict(model.named_parameters())) if captured else None
 
-    def begin(self) -> None:
-        """An update is about to be applied: what the model has beside the tensors now is what it
-        must have afterwards. Not before, since layers may change their buffers while they run; and
-        not again after an update that failed, which may have changed them."""
-        if not self._noted:
-            self._surroundings.note()
-            self._noted = True
+    def note(self) -> None:
+        """Remember what the model has beside the tensors, right before an update is applied: layers
+        may change their buffers while they run."""
+        self._surroundings.note()
 
-    def end(self) -> None:
-        """The update has been applied."""
-        self._noted = False
+    def changed(self) -> list[Problem]:
+        """What of it is not as it was noted."""
+        return self._surroundings.changed()
 
     def look(self, seed: int, seeds: NDArray[np.uint64]) -> Served:
-        """See `weightsync.target.Target.served`."""
+        """See `weightsync.target.Target.served`; but for what `changed` tells."""
         copies = self._copies.digest(seeds)
         unread = dict(self._copies.unread)
         packed, why = self._probe.digest(seed, seeds)
@@ -105,8 +101,7 @@ class ServedModel:
                 digests = np.zeros((len(experts.holdings), 2), np.uint64)
             found.append(digests)
             number += len(digests)
-        faults = [*self._copies.faults, *self._surroundings.changed()]
-        faults += self._parted()
+        faults = [*self._copies.faults, *self._parted()]
         faults += [problem for experts in self._experts for problem in experts.spoilt()]
         if self._pinned is not None:
             faults += self._pinned.moved()
