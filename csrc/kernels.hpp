@@ -56,6 +56,10 @@ void digest_span(Sums& sums, const Span& span, const Kernels& kernels, Write wri
 void digest_uncounted(Sums& sums, const Span& span, const Kernels& kernels, Write write);
 void copy_span(const Span& span, Write write);
 
+// Reads every byte once and does next to nothing with it: the bandwidth that a digest is measured against.
+// Returns the exclusive or of all words, so that no compiler leaves the reading out.
+uint64_t read_words(const uint8_t* source, uint64_t nbytes);
+
 // Streaming stores are weakly ordered: whoever is told that a copy is done must see all of it. Call this
 // after them and before telling.
 void finish_streaming();

@@ -81,6 +81,16 @@ void one_memcpy(uint64_t destination, uint64_t source, uint64_t nbytes) {
     std::memcpy(span.destination, span.source, nbytes);
 }
 
+uint64_t one_read(uint64_t source, uint64_t nbytes) {
+    Span span;
+    span.source = reinterpret_cast<const uint8_t*>(source);
+    span.nbytes = nbytes;
+    check_span(span, false, 0);
+    if (nbytes == 0) return 0;
+    nb::gil_scoped_release release;
+    return weightsync::read_words(span.source, nbytes);
+}
+
 std::string isa_name(int isa) {
     if (isa < 0 || isa > 2) refuse("isa must be 0 (scalar), 1 (avx2) or 2 (avx512)");
     return weightsync::isa_name(static_cast<Isa>(isa));
@@ -100,6 +110,9 @@ NB_MODULE(_native, m) {
           "Copies spans. rows: (n, 3) uint64 [source, destination, nbytes].");
     m.def("memcpy", &one_memcpy, "destination"_a, "source"_a, "nbytes"_a,
           "One memcpy of the C library: the unit in which copies are measured.");
+    m.def("read", &one_read, "source"_a, "nbytes"_a,
+          "Reads the bytes and returns the exclusive or of their words, the last one padded with zeros: the "
+          "bandwidth against which digests are measured.");
     m.def("isa", [] { return static_cast<int>(weightsync::best_isa()); },
           "The best instruction set of this machine: 0 scalar, 1 avx2, 2 avx512.");
     m.def("isa_name", [](int isa) { return nb::str(isa_name(isa).c_str()); }, "isa"_a,

@@ -22,6 +22,52 @@ inline __attribute__((always_inline)) uint64_t load(const uint8_t* from) {
     return unit;
 }
 
+// Puts one unit of each row into each word, for as many words as fill vectors, and returns their number.
+// Neighbouring rows are interleaved, then neighbouring pairs, then pairs of those, until words are whole.
+// The vectors are short: longer ones would interleave halves and leave the words out of order.
+#if WEIGHTSYNC_X86
+
+WEIGHTSYNC_ALWAYS_INLINE void interleave_4(uint64_t* words, __m128i a, __m128i b) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(words), _mm_unpacklo_epi32(a, b));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(words + 2), _mm_unpackhi_epi32(a, b));
+}
+
+WEIGHTSYNC_ALWAYS_INLINE void interleave_2(uint64_t* words, __m128i a, __m128i b, __m128i c, __m128i d) {
+    interleave_4(words, _mm_unpacklo_epi16(a, b), _mm_unpacklo_epi16(c, d));
+    interleave_4(words + 4, _mm_unpackhi_epi16(a, b), _mm_unpackhi_epi16(c, d));
+}
+
+WEIGHTSYNC_ALWAYS_INLINE void interleave_1(uint64_t* words, const __m128i (&row)[8]) {
+    interleave_2(words, _mm_unpacklo_epi8(row[0], row[1]), _mm_unpacklo_epi8(row[2], row[3]),
+                 _mm_unpacklo_epi8(row[4], row[5]), _mm_unpacklo_epi8(row[6], row[7]));
+    interleave_2(words + 8, _mm_unpackhi_epi8(row[0], row[1]), _mm_unpackhi_epi8(row[2], row[3]),
+                 _mm_unpackhi_epi8(row[4], row[5]), _mm_unpackhi_epi8(row[6], row[7]));
+}
+
+template <class Unit>
+WEIGHTSYNC_ALWAYS_INLINE size_t interleave(uint64_t* words, const uint8_t* const* rows, size_t count) {
+    constexpr size_t kRows = 8 / sizeof(Unit), kUnits = 16 / sizeof(Unit);
+    if constexpr (kRows <= 2) return 0;  // the compiler does as well with its longest vectors
+    size_t k = 0;
+    for (; k + kUnits <= count; k += kUnits) {
+        __m128i row[8];
+        for (size_t l = 0; l < kRows; ++l)
+            row[l] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[l] + k * sizeof(Unit)));
+        if constexpr (kRows == 4) interleave_2(words + k, row[0], row[1], row[2], row[3]);
+        if constexpr (kRows == 8) interleave_1(words + k, row);
+    }
+    return k;
+}
+
+#else
+
+template <class Unit>
+size_t interleave(uint64_t*, const uint8_t* const*, size_t) {
+    return 0;
+}
+
+#endif  // WEIGHTSYNC_X86
+
 template <class Unit>
 inline __attribute__((always_inline)) void pack(uint64_t* __restrict words, uint64_t* __restrict counters,
                                                 const Progression& from, size_t count) {
@@ -30,10 +76,10 @@ inline __attribute__((always_inline)) void pack(uint64_t* __restrict words, uint
     for (size_t k = 0; k < count; ++k) counters[k] = from.counter + k * from.counter_step;
     if (from.step == sizeof(Unit) && from.lanes == kFull) {
         // Rows of a matrix that the whole has transposed: its words run across them. Whole lines are
-        // read of each, and the compiler makes vectors of this.
+        // read of each.
         const uint8_t* rows[kFull];
         for (unsigned l = 0; l < kFull; ++l) rows[l] = from.source + l * from.lane_step;
-        for (size_t k = 0; k < count; ++k) {
+        for (size_t k = interleave<Unit>(words, rows, count); k < count; ++k) {
             uint64_t word = 0;
             for (unsigned l = 0; l < kFull; ++l)
                 word |= load<Unit>(rows[l] + k * sizeof(Unit)) << (kBits * l);

@@ -135,9 +135,9 @@ class RegionTable:
         n_out: number of digests.
 
     Raises:
-        ValueError: an out is not below n_out, an itemsize is unknown, a length negative, elements
-            overlap in the whole or straddle its words, an extent exceeds 64 bits, or an address is
-            null where there are elements.
+        ValueError: an out is not below n_out, an itemsize is unknown, a length is negative, two
+            elements overlap in the whole or one straddles its words, an extent exceeds 64 bits, or
+            an address is null where there are elements.
     """
 
     def __init__(self, regions: Iterable[Placed], n_out: int) -> None:

@@ -98,9 +98,11 @@ class WeightSender:
             loader, digested where they lie; workers of one host, who share that memory, each
             digest a part of it. ``"canary"``: a prompt of which trainer and engine must think
             alike, and nothing else. ``"off"``: nothing.
-        canary: makes a `weightsync.Canary`, called for each update with the weights that it is of.
-            The engine is asked once it has resumed, before its version counts; if it thinks
-            otherwise it is poisoned. Demanded by ``proof="canary"``, possible with any.
+        canary: makes a `weightsync.Canary`, called for each update, right before it moves, with the
+            weights that it is of. Demanded by ``proof="canary"``, possible with any. The engine is
+            asked once it has resumed, before its version counts: what else it computes meanwhile
+            comes of weights that the canary has not passed. If it thinks otherwise than the
+            trainer, that is a failure while applying, and requests in flight are ended.
         mode: ``"staged"``: all bytes go into an arena of shared memory as large as the model, are
             proven there while the engines go on generating, and are then applied, or nothing is.
             ``"streamed"``: bytes go through a small ring straight into the models of paused

@@ -335,6 +335,14 @@ def test_digest_of_a_copy_is_of_the_source_and_one_of_the_target_agrees() -> Non
     assert as_digest(sent) == digest_bytes(destination, start=3, seed=SEED)
 
 
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 255, 256, 257, 4099])
+def test_a_plain_read_reads_every_byte(n: int) -> None:
+    data = random_bytes(n)
+    words = np.zeros(-(-n // 8), dtype=np.uint64)
+    words.view(np.uint8)[:n] = data
+    assert _native.read(data.ctypes.data, n) == int(np.bitwise_xor.reduce(words))
+
+
 # --- threads change nothing ---------------------------------------------------------------------
 
 
@@ -557,6 +565,8 @@ def test_null_pointers_are_refused() -> None:
         copy_spans([data.ctypes.data], [0], [8])
     with pytest.raises(ValueError, match="null"):
         _native.memcpy(0, data.ctypes.data, 8)
+    with pytest.raises(ValueError, match="null"):
+        _native.read(0, 8)
 
 
 def test_an_out_index_beyond_n_out_is_refused() -> None:

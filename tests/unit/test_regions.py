@@ -244,6 +244,46 @@ def test_positions_near_the_end_of_64_bits_wrap_nowhere() -> None:
     assert table.tolist() == [[expected.first, expected.second]]
 
 
+GUARDED = """
+import ctypes, mmap
+import numpy as np
+from weightsync import _native
+from weightsync.regions import Placed, RegionTable
+
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 4 * page)
+base = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+for guard in (base, base + 3 * page):
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), page, 0) == 0
+low, high = base + page, base + 3 * page
+for item in (1, 2, 4, 8, 16):
+    for height, width in ((1, 1), (3, 5), (16, 9), (40, 11), (1, 301), (7, 64)):
+        dims = (height, width)
+        turned = (width, height)
+        for address in (low, high - height * width * item):
+            regions = [
+                Placed(0, address, item, dims, (width, 1), (width, 1), 0),
+                Placed(0, address, item, dims, (width, 1), (1000, 1), 3),
+                Placed(0, address, item, turned, (1, width), (height, 1), 0),
+                Placed(0, address, item, turned, (1, width), (104, 1), 1),
+                Placed(0, address, item, turned, (1, width), (105, 1), 1),
+                Placed(0, address, item, dims, (width, 1), (2000, 2), 1),
+            ]
+            rows = RegionTable(regions, 1).seeded([1])
+            for isa in range(_native.isa() + 1):
+                _native.digest_regions(rows, 1, isa)
+print("done")
+"""
+
+
+def test_nothing_is_read_before_the_first_or_after_the_last_element() -> None:
+    """Between pages that nobody may read; a fault ends the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
 # --- boxes add up -------------------------------------------------------------------------------
 
 
