@@ -109,10 +109,16 @@ def parse(text: bytes) -> Receipt | None:
 
 
 def is_torn(text: bytes) -> bool:
-    """Whether a line that is no receipt looks like the beginning of one. A machine that stops may
-    also leave zero bytes."""
+    """Whether a line that is no receipt is the beginning of one. A machine that stops may also
+    leave zero bytes."""
     left = text.strip(b"\0")
-    return left.startswith(HEAD) or (HEAD.startswith(left) and text != b"")
+    if not text or not (left.startswith(HEAD) or HEAD.startswith(left)):
+        return False
+    try:
+        msgspec.json.decode(left)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True
+    return False  # a whole one of something else: no beginning of an object is one itself
 
 
 def entries(lines: Iterable[bytes]) -> Iterator[Entry]:
@@ -186,7 +192,9 @@ def _unreadable(entry: Entry) -> Finding:
     if entry.torn:
         detail = f"a receipt that was not written to its end, {len(entry.text)} bytes of it"
         return Finding("torn", entry.line, entry.version, detail)
-    return Finding("foreign", entry.line, "", f"not a receipt: {entry.text[:40]!r}")
+    return Finding(
+        "foreign", entry.line, "", f"no receipt that this weightsync knows: {entry.text[:40]!r}"
+    )
 
 
 def _check_chain(links: list[_Link]) -> Iterator[Finding]:

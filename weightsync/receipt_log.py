@@ -175,8 +175,8 @@ def _last(file: int, path: Path) -> tuple[str, bool]:
     elif end == 0:
         return "", True
     raise ReceiptLogError(
-        f"{path} is not a log of receipts: expected a receipt in JSON on each line, found "
-        f"{found!r}",
+        f"{path} is not a log of receipts of this weightsync: expected one in JSON on each line, "
+        f"found {found!r}",
         remedy="name another file; this one was left as it is",
     )
 
