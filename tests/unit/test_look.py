@@ -14,7 +14,7 @@ import torch
 from toys import SHAPES, as_hex, canary_of, tensors
 
 from weightsync import Canary, StateDictSource, WeightSender, prove
-from weightsync.control import Listener, ask_all, close_all, gather
+from weightsync.control import ask_all, close_all, gather
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     CanaryFailed,
@@ -27,6 +27,7 @@ from weightsync.errors import (
     TransportError,
     UpdateRefused,
 )
+from weightsync.listener import Listener
 from weightsync.manifest import Manifest
 from weightsync.messages import Ack, Begin, Described, Digests, Follow, Inspect
 from weightsync.receipt import Receipt
