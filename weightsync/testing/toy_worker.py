@@ -224,7 +224,11 @@ class Faulty(Protocol):
     """A target whose faults are set from outside."""
 
     faults: dict[str, Any]
-    refused: str | None
+
+    @property
+    def refused(self) -> str | None:
+        """Why requests must not be served at the moment, or None."""
+        ...
 
 
 def serve(rank: int, target: Faulty, receiver: FaultyReceiver, own: Mapping[str, Call]) -> None:
