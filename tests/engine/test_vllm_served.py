@@ -609,3 +609,25 @@ def test_a_kernel_that_does_not_give_back_what_it_packed_is_found_out() -> None:
 
     assert "does not give back" in (probe.inexact(Rounding, (64, 32), torch.float32) or "")
     assert "no such kernel" in (probe.inexact(Broken, (64, 32), torch.float32) or "")
+
+
+def test_the_example_finds_what_vllms_own_reload_leaves_stale() -> None:
+    script = Path(__file__).parents[2] / "examples" / "find_silent_corruption.py"
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert [line for line in ran.stdout.splitlines() if line.startswith(("qwen", "    model"))] == [
+        "qwen2_tied: vLLM's own reload raised nothing",
+        "qwen2_tied: but 1 of 26 tensors are not the checkpoint's:",
+        "    model.embed_tokens.weight, held at lm_head.cpu_linear, [0:512, 0:128]",
+        "qwen2_tied: synced, 1.4 MB proven as 'served'",
+        "qwen3_moe: vLLM's own reload raised nothing",
+        "qwen3_moe: but 48 of 69 tensors are not the checkpoint's:",
+        *(
+            f"    model.layers.0.mlp.experts.{expert}.down_proj.weight, held at "
+            "model.layers.0.mlp.experts.routed_experts.w2_weight, [0:128, 0:64]"
+            for expert in range(3)
+        ),
+        "qwen3_moe: synced, 2.5 MB proven as 'served'",
+    ]
