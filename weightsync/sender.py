@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -33,6 +34,7 @@ from weightsync.errors import (
 from weightsync.messages import Abort, Ack, Mode
 from weightsync.outbox import Outbox
 from weightsync.receipt import ProofLevel, Receipt, chain
+from weightsync.receipt_log import ReceiptLog
 from weightsync.rollback import Keeper
 from weightsync.roster import Roster
 from weightsync.sources.base import Source
@@ -96,9 +98,11 @@ class WeightSender:
             loader, digested where they lie; workers of one host, who share that memory, each
             digest a part of it. ``"canary"``: a prompt of which trainer and engine must think
             alike, and nothing else. ``"off"``: nothing.
-        canary: makes a `weightsync.Canary`, called for each update with the weights that it is of.
-            The engine is asked once it has resumed, before its version counts; if it thinks
-            otherwise it is poisoned. Demanded by ``proof="canary"``, possible with any.
+        canary: makes a `weightsync.Canary`, called for each update, right before it moves, with the
+            weights that it is of. Demanded by ``proof="canary"``, possible with any. The engine is
+            asked once it has resumed, before its version counts: what else it computes meanwhile
+            comes of weights that the canary has not passed. If it thinks otherwise than the
+            trainer, that is a failure while applying, and requests in flight are ended.
         mode: ``"staged"``: all bytes go into an arena of shared memory as large as the model, are
             proven there while the engines go on generating, and are then applied, or nothing is.
             ``"streamed"``: bytes go through a small ring straight into the models of paused
@@ -110,6 +114,11 @@ class WeightSender:
         bucket_bytes: that are copied, digested and announced at once; None for what measures best.
         deadline: seconds that one `stage` or one `commit` may take. Leaving the engines of a failed
             one in a defined state may take half a minute more.
+        receipts: a file that each receipt is appended to (`weightsync.ReceiptLog`), after the
+            engines have resumed, and before `on_receipt` is called. Receipts then go on from the
+            file's last one, also in a new process. Where one cannot be written, `sync` raises
+            ReceiptNotWritten although the update is committed; `on_receipt` is not called, and the
+            receipt stays in `last_receipt`.
         on_receipt: called with each receipt, after the engines have resumed. What it raises goes
             through `sync`; the receipt stays in `last_receipt`.
         on_progress: called with (bytes filled, bytes in all) while staging.
@@ -119,6 +128,7 @@ class WeightSender:
 
     Raises:
         UpdateRefused: no engine, two of one name, or arguments that do not go together.
+        ReceiptLogError: `receipts` is no file for receipts.
     """
 
     def __init__(
@@ -132,6 +142,7 @@ class WeightSender:
         rollback: Rollback = "none",
         bucket_bytes: int | None = None,
         deadline: float = 600.0,
+        receipts: Path | str | None = None,
         on_receipt: Callable[[Receipt], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -142,6 +153,7 @@ class WeightSender:
         self._canary = canary
         self._mode: Mode = mode
         self._seconds = deadline
+        self._log = None if receipts is None else ReceiptLog(receipts)
         self._on_receipt = on_receipt
         self._on_progress = on_progress
         retain = rollback == "retain"
@@ -193,6 +205,7 @@ class WeightSender:
                 full update.
             RolledBack: an engine failed while applying, and serves the version before again.
             NotResumed: applied and proven, but an engine could not be told so.
+            ReceiptNotWritten: all went well, but the receipt is not in the log.
             Superseded: a newer sender has taken over.
         """
         _check_pause(pause)
@@ -308,6 +321,8 @@ class WeightSender:
     def _hand_out(self, receipt: Receipt) -> Receipt:
         previous = "" if self.last_receipt is None else self.last_receipt.hash
         self.last_receipt = chain(msgspec.structs.replace(receipt, previous=previous))
+        if self._log is not None:
+            self.last_receipt = self._log.append(self.last_receipt)
         if self._on_receipt is not None:
             self._on_receipt(self.last_receipt)
         return self.last_receipt

@@ -20,7 +20,15 @@ from servers import Server, shell_server, vllm_server
 import weightsync as ws
 from weightsync.adapters.vllm.ways import EXTENSION
 from weightsync.deadline import Deadline
-from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused, RolledBack, Superseded
+from weightsync.errors import (
+    ConnectError,
+    EnginePoisoned,
+    PlanRefused,
+    RolledBack,
+    Superseded,
+    UpdateAborted,
+    UpdateRefused,
+)
 from weightsync.testing import (
     LONG_PROMPT,
     PROMPTS,
@@ -28,6 +36,7 @@ from weightsync.testing import (
     build_checkpoint,
     completions_rollouts,
     load_trainer,
+    prompt_logprobs,
     score,
 )
 
@@ -167,6 +176,48 @@ def test_a_request_in_flight_when_its_engine_is_poisoned_ends(rig: Rig) -> None:
             staged.commit(pause="keep")
         assert flying.result(30)["choices"][0]["finish_reason"] == "abort"
         sender.sync("cured")
+    rig.assert_serves("B")
+
+
+def canary(rig: Rig, variant: str, prompt: list[int] = LONG_PROMPT) -> ws.Canary:
+    return ws.Canary(prompt, prompt_logprobs(rig.models[variant], prompt), 1e-4)
+
+
+def test_a_canary_over_http_passes_with_the_right_weights_and_poisons_with_others(
+    rig: Rig,
+) -> None:
+    rig.sync("A", "A")
+    for prompt in (*PROMPTS, LONG_PROMPT):
+        rig.rollouts([prompt])  # in the prefix cache now, what can be
+        found = rig.engine.logprobs(prompt, Deadline.after(60))
+        assert found == pytest.approx(prompt_logprobs(rig.models["A"], prompt), abs=TOLERANCE)
+    variant = "A"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        ws.WeightSender(
+            ws.ModuleSource(rig.models["B"]),
+            [rig.engine],
+            proof="canary",
+            canary=lambda: canary(rig, variant),
+        ) as sender,
+    ):
+        staged = sender.stage("B")
+        flying = in_flight(rig, pool, 480)
+        with pytest.raises(EnginePoisoned, match="does not think as the trainer does"):
+            staged.commit(pause="keep")
+        assert flying.result(30)["choices"][0]["finish_reason"] == "abort"
+        assert rig.version() == "A" and rig.engine.is_paused(Deadline.after(10))
+        with pytest.raises(UpdateRefused, match="may hold a mixture"):
+            rig.engine.logprobs(PROMPTS[0], Deadline.after(60))
+        variant = "B"
+        receipt = sender.sync("cured")
+        assert receipt.proven == "canary" and 0 <= receipt.engines[0].canary <= TOLERANCE
+        assert rig.version() == "cured" and not rig.engine.is_paused(Deadline.after(10))
+        rig.assert_serves("B")
+        sender._canary = lambda: ws.Canary([1] * 512, [-1.0] * 511, 0.1)
+        with pytest.raises(UpdateAborted, match="does not say what it thinks"):
+            sender.sync("never")
+    assert rig.version() == "cured" and not rig.engine.is_paused(Deadline.after(10))
     rig.assert_serves("B")
 
 

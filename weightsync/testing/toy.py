@@ -22,9 +22,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from weightsync.deadline import Deadline
 from weightsync.engines.base import PauseMode
-from weightsync.errors import ConnectError
+from weightsync.errors import ConnectError, UpdateRefused
+from weightsync.testing.toy_logprobs import logprobs_of
 
 __all__ = ["Faults", "Shapes", "ToyEngine"]
 
@@ -150,6 +153,23 @@ class ToyEngine:
 
     def version(self, deadline: Deadline) -> str | None:
         return self._version
+
+    def logprobs(self, prompt: Sequence[int], deadline: Deadline) -> list[float]:
+        """See `weightsync.testing.toy_logprobs`. Every worker adds up what its parameters say; here
+        they are averaged, as ranks of a real engine reduce theirs."""
+        self.calls.append("logprobs")
+        while self._paused:
+            deadline.rest(0.01, f"{self.name} to be resumed")
+        answers = self.call_workers("think", deadline)
+        for rank, answer in enumerate(answers):
+            if answer["refused"] is not None:
+                raise ConnectError(
+                    f"{self.name}, worker {rank} refuses requests: {answer['refused']}"
+                )
+        try:
+            return logprobs_of(np.mean([answer["bias"] for answer in answers], axis=0), prompt)
+        except ValueError as error:
+            raise UpdateRefused(f"{self.name} takes no such prompt: {error}") from error
 
     def close(self) -> None:
         for process in self._processes:

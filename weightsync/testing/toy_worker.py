@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 
 from weightsync.deadline import Deadline
 from weightsync.errors import UpdateRefused
+from weightsync.manifest import Manifest
 from weightsync.messages import Message
 from weightsync.module_target import ModuleTarget
 from weightsync.receiver import Receiver
 from weightsync.session import Session
 from weightsync.staging import Incoming
-from weightsync.target import ApplyReport, StagedWeights, torch_dtype
+from weightsync.target import ApplyReport, Served, StagedWeights, torch_dtype
+from weightsync.testing.toy_logprobs import bias_of
 
 __all__ = [
     "Call",
@@ -45,6 +47,10 @@ class FaultyTarget(ModuleTarget):
 
         verify_flips_bit: position of a tensor whose first byte is digested wrongly
         verify_skips: position of a tensor that is not digested
+        spoils: name of a parameter of which a bit is flipped after each update, once it was applied
+        spoils_once: the same, after the next update alone
+        serves: {name of a parameter: value} that its first element has after each update
+        served_raises: text of an exception raised instead of a look at what is held
         apply_raises: text of an exception raised after half of the tensors were written
         apply_raises_once: the same, for the next update alone
         stream_raises: text of a refusal before anything is taken in
@@ -74,7 +80,9 @@ class FaultyTarget(ModuleTarget):
     def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
         if "stream_raises" in self.faults:
             raise UpdateRefused(self.faults["stream_raises"])
-        return self._spoiled(super().stream, incoming)
+        digests = self._spoiled(super().stream, incoming)
+        self._spoil()
+        return digests
 
     def _spoiled(
         self, take: Callable[[Incoming], NDArray[np.uint64]], incoming: Incoming
@@ -115,7 +123,24 @@ class FaultyTarget(ModuleTarget):
             if "apply_kills" in self.faults:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(once or self.faults["apply_raises"])
-        return super().apply(weights)
+        report = super().apply(weights)
+        self._spoil()
+        return report
+
+    def _spoil(self) -> None:
+        """What an engine's loader may do to weights that were proven before."""
+        tensors = self._tensors()
+        for fault in (self.faults.get("spoils"), self.faults.pop("spoils_once", None)):
+            if fault is not None:
+                # The highest bit of the last element: of floating-point numbers, the sign.
+                tensors[fault].detach().reshape(-1).view(torch.uint8)[-1] ^= 0x80
+        for name, value in self.faults.get("serves", {}).items():
+            tensors[name].detach().reshape(-1)[0] = float(value)
+
+    def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
+        if "served_raises" in self.faults:
+            raise RuntimeError(self.faults["served_raises"])
+        return super().served(manifest, seed, seeds)
 
     def restore(self) -> None:
         self.refused_at_restore = self.refused is not None
@@ -252,8 +277,14 @@ def main() -> None:
     start = json.loads(sys.stdin.readline())
     target = FaultyTarget(toy_module(start["shapes"], start["tied"]), start["faults"])
     receiver = FaultyReceiver(target, rank=start["rank"], world_size=start["world_size"])
-    tensors: Call = lambda _: {"tensors": hexed(target._tensors())}  # noqa: E731
-    serve(start["rank"], target, receiver, {"tensors": tensors})
+
+    def tensors(_: dict[str, Any]) -> dict[str, Any]:
+        return {"tensors": hexed(target._tensors())}
+
+    def think(_: dict[str, Any]) -> dict[str, Any]:
+        return {"refused": target.refused, "bias": bias_of(target._tensors()).tolist()}
+
+    serve(start["rank"], target, receiver, {"tensors": tensors, "think": think})
 
 
 if __name__ == "__main__":
