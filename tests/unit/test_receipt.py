@@ -41,6 +41,7 @@ ENGINE = EngineReceipt(
     workers=(LOOKED, UNASKED),
     plan_hash="12" * 32,
     levels=LEVELS,
+    canary=0.0625,
 )
 RECEIPT = chain(
     Receipt(
@@ -121,6 +122,7 @@ def test_a_change_of_any_field_is_noticed(path: tuple[Any, ...]) -> None:
         {"levels": {"served": LevelShare(5, 1000)}},
         {"engines": (msgspec.structs.replace(ENGINE, workers=(LOOKED,)),)},
         {"engines": (msgspec.structs.replace(ENGINE, workers=(UNASKED, UNASKED)),)},
+        {"engines": (msgspec.structs.replace(ENGINE, canary=None),)},
         {"mode": "look"},
     ],
 )
