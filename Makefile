@@ -1,6 +1,6 @@
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: help setup demo test test-engine check compat matrix bench
+.PHONY: help setup demo test test-engine check compat matrix mutants bench
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -30,6 +30,9 @@ compat: setup ## one live update on each supported vLLM release; makes their env
 
 matrix: setup ## every model family, in process, at TP=2 and over HTTP, by both ways in (25 minutes)
 	$(PYTHON_BIN) -m pytest -v -m matrix tests/matrix
+
+mutants: setup ## mutation testing of the pure modules, in a copy of the tree (X minutes)
+	$(PYTHON_BIN) tests/mutants/run.py
 
 bench: setup ## every bench/bench_*.py, figures in build/bench
 	@mkdir -p build/bench

@@ -95,12 +95,11 @@ class Box:
         if self.numel == 0:
             return
         # Trailing dimensions that the box takes whole belong to one run, and so does one more.
-        split = len(shape)
-        while split > 0 and self.lengths[split - 1] == shape[split - 1]:
+        split = max(len(shape) - 1, 0)
+        while split > 0 and self.lengths[split] == shape[split]:
             split -= 1
-        split = max(split - 1, 0)
         length = math.prod(self.lengths[split:])
-        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        strides = _strides(shape)
         base = sum(o * s for o, s in zip(self.offsets, strides, strict=True))
         outer = self.lengths[:split]
         index = [0] * split
@@ -120,7 +119,8 @@ def box_of_view(
     """The box that a strided view covers in a contiguous tensor, or None if it is not a box.
 
     Dimensions of length one may be missing or added in the view, as `select`, `squeeze` and
-    `unsqueeze` do; anything else (transposes, steps, reshapes across dimensions) is not a box.
+    `unsqueeze` do; anything else (transposes, steps, reshapes across dimensions) is not a box. A
+    tensor without elements has none.
 
     Args:
         shape: of the whole, contiguous tensor.
@@ -128,10 +128,12 @@ def box_of_view(
         view_stride: of the view, in elements.
         view_offset: of the view's first element, in elements from the whole's first.
     """
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    if 0 in shape:
+        return None
+    strides = _strides(shape)
     offsets, rest = [], view_offset
     for side, stride in zip(shape, strides, strict=True):
-        index = rest // stride if stride and side > 1 else 0
+        index = rest // stride if side > 1 else 0
         offsets.append(index)
         rest -= index * stride
     if rest:
@@ -162,7 +164,7 @@ def tiles_exactly(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     ordered = sorted((b for b in boxes if b.numel), key=lambda b: b.offsets)
     for number, box in enumerate(ordered):
         for other in ordered[number + 1 :]:
-            if shape and other.offsets[0] >= box.offsets[0] + box.lengths[0]:
+            if other.offsets[0] >= box.offsets[0] + box.lengths[0]:
                 break
             if box.intersect(other) is not None:
                 return False
@@ -184,3 +186,8 @@ def union_numel(boxes: Collection[Box]) -> int:
         }
         total += (high - low) * union_numel(slab)
     return total
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Of the row-major tensor of that shape, in elements."""
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]

@@ -8,6 +8,7 @@ found (`expect`), before any engine pauses; what was found is then compared (`ju
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.errors import DigestMismatch, Problem, ProtocolError, ServedMismatch
+from weightsync.box import tiles_exactly
+from weightsync.errors import (
+    DigestMismatch,
+    Problem,
+    ProofFailed,
+    ProtocolError,
+    ServedMismatch,
+)
 from weightsync.evidence import Evidence, Part
 from weightsync.manifest import Manifest
 from weightsync.messages import Described, Found
@@ -44,6 +52,7 @@ class ServedPlan:
         self.manifest = manifest
         self._workers = [WorkerPlan(name, manifest, described) for name, described in workers]
         self.levels = np.max([worker.levels for worker in self._workers], axis=0)
+        self._tiles = _tiles(manifest, self._workers)
         content = msgspec.msgpack.encode(
             [manifest.hash, *((d.partial, d.tied, d.holdings, d.unproven) for _, d in workers)]
         )
@@ -62,6 +71,9 @@ class ServedPlan:
             evidence: its bytes; must last until `judge`.
             seed, seeds: of its digests, and of each tensor's, shape (n,).
             whole: digests of its tensors, shape (n, 2).
+
+        Raises:
+            ProofFailed: the evidence is not what these digests are of.
         """
         numbers: dict[Part, int] = {}
         parts = [
@@ -69,12 +81,42 @@ class ServedPlan:
             for worker in self._workers
         ]
         known = evidence.digests(list(numbers), seeds) if numbers else np.zeros((0, 2), np.uint64)
+        self._check_sums(known, [numbers[tile] for tile in self._tiles], whole)
         digests = []
         for worker, its in zip(self._workers, parts, strict=True):
             expected = whole[worker.index]
             expected[worker.partial] = known[its]
             digests.append(expected)
         return Expected(self.manifest, evidence, seed, seeds, tuple(digests))
+
+    def _check_sums(
+        self, known: NDArray[np.uint64], rows: list[int], whole: NDArray[np.uint64]
+    ) -> None:
+        """Parts that tile a tensor add up to it: what they are read from is still what was proven.
+
+        Args:
+            known: digests of all parts.
+            rows: of these, the tiles'.
+        """
+        index = np.array([tile.index for tile in self._tiles], np.int64)
+        sums = np.zeros_like(whole)
+        np.add.at(sums, index, known[rows])
+        tiled = np.zeros(len(self.manifest), np.bool_)
+        tiled[index] = True
+        wrong = np.flatnonzero(tiled & (sums != whole).any(axis=1)).tolist()
+        if wrong:
+            raise ProofFailed(
+                [
+                    DigestMismatch(
+                        self.manifest.tensors[i].name,
+                        "the trainer",
+                        whole[i].tobytes().hex(),
+                        sums[i].tobytes().hex(),
+                        "the bytes as they are read once more",
+                    )
+                    for i in wrong
+                ]
+            )
 
     def judge(self, expected: Expected, found: Sequence[Found]) -> list[WorkerProof]:
         """Compare.
@@ -114,6 +156,21 @@ class ServedPlan:
         if wrong or faults:
             raise ServedMismatch(wrong, faults)
         return proofs
+
+
+def _tiles(manifest: Manifest, workers: Sequence[WorkerPlan]) -> tuple[Part, ...]:
+    """Of tensors that all workers' holdings together tile exactly, these holdings, each once: those
+    of one tensor that is cut among ranks, or into the pieces of a stack."""
+    of_tensor: dict[int, dict[Part, None]] = defaultdict(dict)
+    for worker in workers:
+        for part in worker.slices:
+            of_tensor[part.index][part] = None
+    return tuple(
+        part
+        for index, parts in of_tensor.items()
+        if tiles_exactly([part.boxes[0] for part in parts], manifest.tensors[index].shape)
+        for part in parts
+    )
 
 
 @dataclass(frozen=True, slots=True)

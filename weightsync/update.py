@@ -122,7 +122,7 @@ class UpdateState:
             update_id: of the update that is to blame. If it was committed already, the version is
                 again what it was before.
         """
-        if self.phase is Phase.COMMITTED and update_id is not None and update_id == self.update_id:
+        if self.phase is Phase.COMMITTED and update_id == self.update_id:
             self.version = self._before
         self.phase, self.poisoned = Phase.POISONED, reason or "no reason was given"
 

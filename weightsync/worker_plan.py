@@ -84,6 +84,12 @@ class WorkerPlan:
         self.levels = np.zeros(len(manifest), np.int64)
         self.levels[list(self._spot)] = _SPOT
 
+    @property
+    def slices(self) -> list[Part]:
+        """What is held of tensors that are not held whole, and read in full."""
+        served = [n for n in self.partial if self._holdings[n].level == "served"]
+        return [self.part(number, 0) for number in served]
+
     def part(self, number: int, seed: int) -> Part:
         """What of its tensor a holding's digest is of."""
         holding, box = self._holdings[number], self._boxes[number]

@@ -28,34 +28,44 @@ from weightsync.holding import HeldLevel, Holding
 from weightsync.manifest import Manifest
 from weightsync.plan.trace import Trace
 
-__all__ = ["Readable", "sort_out"]
+__all__ = ["Owner", "Readable", "sort_out"]
 
 EXPERTS = ("w13_weight", "w2_weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A layer that has a parameter or a buffer, and under which names."""
+
+    name: str
+    layer: Any
+    leaf: str
+
+    @property
+    def full(self) -> str:
+        return f"{self.name}.{self.leaf}" if self.name else self.leaf
+
+    def tensor(self) -> torch.Tensor | None:
+        """As it is now."""
+        found: torch.Tensor | None = self.layer._parameters.get(self.leaf)
+        return self.layer._buffers.get(self.leaf) if found is None else found
 
 
 @dataclass(slots=True)
 class Readable:
     """
     Attributes:
-        copies: canonical names of parameters that lie as they were loaded.
+        copies: parameters that lie as they were loaded, by canonical name, each with all layers
+            that have it.
         packed: linear layers that are read through a product.
         experts: parameters of packed experts.
         unproven: by position in the manifest, why a tensor, or some of it, cannot be read back.
     """
 
-    copies: set[str] = field(default_factory=set)
+    copies: dict[str, list[Owner]] = field(default_factory=dict)
     packed: list[PackedLayer] = field(default_factory=list)
     experts: list[PackedExperts] = field(default_factory=list)
     unproven: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """A layer that has a parameter, and under which names."""
-
-    name: str
-    layer: Any
-    leaf: str
 
 
 def sort_out(model: torch.nn.Module, manifest: Manifest, trace: Trace) -> Readable:
@@ -66,11 +76,11 @@ def sort_out(model: torch.nn.Module, manifest: Manifest, trace: Trace) -> Readab
         manifest: that was traced.
         trace: through the loader of the model's twin.
     """
-    owners: dict[str, list[_Owner]] = defaultdict(list)
+    owners: dict[str, list[Owner]] = defaultdict(list)
     for name, layer in model.named_modules():
         for leaf in (*layer._parameters, *layer._buffers):
-            full = f"{name}.{leaf}" if name else leaf
-            owners[trace.aliases.get(full, full)].append(_Owner(name, layer, leaf))
+            owner = Owner(name, layer, leaf)
+            owners[trace.aliases.get(owner.full, owner.full)].append(owner)
     held: dict[str, list[Place]] = defaultdict(list)
     for place in places(manifest, trace)[0]:
         held[place.holding.holder].append(place)
@@ -82,7 +92,7 @@ def sort_out(model: torch.nn.Module, manifest: Manifest, trace: Trace) -> Readab
         for owner in owners[parameter]:
             why = _sort(owner, parameter, within, found, linears)
             if why is not None:
-                _give_up(within, f"{owner.name}.{owner.leaf} {why}", found)
+                _give_up(within, f"{owner.full} {why}", found)
     budget = MODEL_BUDGET
     for linear in sorted(linears, key=lambda each: each.cost):
         full = linear.cost <= min(budget, LAYER_BUDGET)
@@ -97,7 +107,7 @@ def _give_up(within: Iterable[Place], why: str, found: Readable) -> None:
 
 
 def _sort(
-    owner: _Owner, parameter: str, within: list[Place], found: Readable, linears: list[_Linear]
+    owner: Owner, parameter: str, within: list[Place], found: Readable, linears: list[_Linear]
 ) -> str | None:
     """Where one layer's parameter belongs, or why it cannot be read back."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -130,7 +140,7 @@ def _sort(
             return None
     if tuple(live.shape) != layout.shape or live.dtype != dtype:
         return f"is kept as {live.dtype} {list(live.shape)}, loaded as {dtype} {list(layout.shape)}"
-    found.copies.add(parameter)
+    found.copies.setdefault(parameter, []).append(owner)
     return None
 
 
@@ -148,7 +158,7 @@ class _Linear:
         within: what its weight holds.
     """
 
-    owner: _Owner
+    owner: Owner
     method: type[Any]
     within: list[Place]
 
@@ -226,7 +236,7 @@ def _spans(place: Place) -> tuple[Span, ...] | None:
 
 
 def _add_experts(
-    owner: _Owner, parameter: str, within: list[Place], isa: str, found: Readable
+    owner: Owner, parameter: str, within: list[Place], isa: str, found: Readable
 ) -> str | None:
     """Add packed experts; or why they cannot be read."""
     shape, dtype = within[0].layout.shape, within[0].dtype

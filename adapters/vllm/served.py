@@ -18,12 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from weightsync.adapters.vllm.probe import Probe
-from weightsync.adapters.vllm.readable import sort_out
+from weightsync.adapters.vllm.readable import Owner, sort_out
+from weightsync.box import Box
+from weightsync.errors import Problem
 from weightsync.held import HeldCopies
 from weightsync.manifest import Manifest
 from weightsync.plan.trace import Trace
 from weightsync.regions import MAX_DIMS
-from weightsync.surroundings import Pinned, Surroundings, pads, written
+from weightsync.surroundings import Pinned, Surroundings, pads, remaining, written
 from weightsync.target import Served
 
 __all__ = ["ServedModel"]
@@ -47,8 +49,8 @@ class ServedModel:
         self, model: torch.nn.Module, manifest: Manifest, trace: Trace, *, captured: bool
     ) -> None:
         found = sort_out(model, manifest, trace)
-        self._model = model
-        elsewhere = trace.layouts.keys() - found.copies
+        self._owners = found.copies
+        elsewhere = trace.layouts.keys() - found.copies.keys()
         self._copies = HeldCopies(manifest, trace, self._tensors, skip=elsewhere)
         self._probe = Probe(found.packed)
         self._experts = found.experts
@@ -58,26 +60,34 @@ class ServedModel:
             *(holding for experts in self._experts for holding in experts.holdings),
         )
         self.unproven = tuple(sorted((dict(self._copies.unproven) | found.unproven).items()))
-        self._written = written(trace)
-        self._layouts = {name: trace.layouts[name].shape for name in found.copies}
+        boxes = written(trace)
+        # Layers set attention's buffers anew after every load; the others are watched.
+        self._buffers = [
+            Owner(name, layer, leaf)
+            for name, layer in model.named_modules()
+            if not hasattr(layer, "process_weights_after_loading")
+            for leaf in layer._buffers
+            if (f"{name}.{leaf}" if name else leaf) not in boxes
+        ]
+        self._padded: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+        for name in found.copies:
+            covered, shape = boxes.get(name), trace.layouts[name].shape
+            if covered and remaining(Box.whole(shape), covered):
+                self._padded[name] = shape, covered
         self._surroundings = Surroundings(self._rest)
-        self._noted = False
         self._pinned = Pinned(lambda: dict(model.named_parameters())) if captured else None
 
-    def begin(self) -> None:
-        """An update is about to be applied: what the model has beside the tensors now is what it
-        must have afterwards. Not before, since layers may change their buffers while they run; and
-        not again after an update that failed, which may have changed them."""
-        if not self._noted:
-            self._surroundings.note()
-            self._noted = True
+    def note(self) -> None:
+        """Remember what the model has beside the tensors, right before an update is applied: layers
+        may change their buffers while they run."""
+        self._surroundings.note()
 
-    def end(self) -> None:
-        """The update has been applied."""
-        self._noted = False
+    def changed(self) -> list[Problem]:
+        """What of it is not as it was noted."""
+        return self._surroundings.changed()
 
     def look(self, seed: int, seeds: NDArray[np.uint64]) -> Served:
-        """See `weightsync.target.Target.served`."""
+        """See `weightsync.target.Target.served`; but for what `changed` tells."""
         copies = self._copies.digest(seeds)
         unread = dict(self._copies.unread)
         packed, why = self._probe.digest(seed, seeds)
@@ -91,31 +101,41 @@ class ServedModel:
                 digests = np.zeros((len(experts.holdings), 2), np.uint64)
             found.append(digests)
             number += len(digests)
-        faults = [*self._copies.faults, *self._surroundings.changed()]
+        faults = [*self._copies.faults, *self._parted()]
         faults += [problem for experts in self._experts for problem in experts.spoilt()]
         if self._pinned is not None:
             faults += self._pinned.moved()
         return Served(np.concatenate(found), unread, tuple(faults))
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and buffers of the live model, under every name."""
-        found: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
-        found.update(self._model.named_buffers(remove_duplicate=False))
+        """What lies as it was loaded, by canonical name."""
+        found = ((name, owners[0].tensor()) for name, owners in self._owners.items())
+        return {name: tensor for name, tensor in found if tensor is not None}
+
+    def _parted(self) -> list[Problem]:
+        """Layers that shared a parameter, and do not any more: what the others have is proven."""
+        found = []
+        for owners in self._owners.values():
+            if len(owners) == 1:
+                continue
+            first = owners[0].tensor()
+            for other in owners[1:]:
+                tensor = other.tensor()
+                if tensor is None or first is None or tensor.data_ptr() != first.data_ptr():
+                    detail = f"was one with {owners[0].full} and is other memory now"
+                    found.append(Problem("stale", other.full, detail))
         return found
 
     def _rest(self) -> Mapping[str, torch.Tensor]:
         """What no tensor goes to, and can be read here."""
         found: dict[str, torch.Tensor] = {}
-        for prefix, layer in self._model.named_modules():
-            if hasattr(layer, "process_weights_after_loading"):
-                continue
-            for name, buffer in layer.named_buffers(prefix, recurse=False):
-                if name not in self._written and _legible(buffer):
-                    found[name] = buffer
-        tensors = self._tensors()
-        for name, shape in self._layouts.items():
-            tensor, boxes = tensors.get(name), self._written.get(name)
-            if tensor is not None and boxes and tuple(tensor.shape) == shape:
+        for owner in self._buffers:
+            buffer = owner.tensor()
+            if buffer is not None and _legible(buffer):
+                found[owner.full] = buffer
+        for name, (shape, boxes) in self._padded.items():
+            tensor = self._owners[name][0].tensor()
+            if tensor is not None and tuple(tensor.shape) == tuple(shape):
                 found.update(pads(name, tensor, boxes))
         return found
 

@@ -62,6 +62,9 @@ class VllmTarget:
         self._device = device
         self._mark = Mark()
         self._layouts: dict[str, _Layout] = {}
+        # What noted how things were before an update, until one has been committed: a later one
+        # does not cure what an earlier one broke beside the tensors.
+        self._under_way: ServedModel | None = None
 
     def describe(self, manifest: Manifest, *, whole: bool) -> Description:
         problems = [*unsupported_version(), *unsupported(self._vllm_config)]
@@ -98,8 +101,9 @@ class VllmTarget:
 
         manifest = weights.manifest
         layout = self._layout(manifest)
-        if layout.held is not None:
-            layout.held.begin()
+        if layout.held is not None and self._under_way is None:
+            layout.held.note()
+            self._under_way = layout.held
         taken: list[str] = []
         # Some hooks of some versions set vLLM's current configuration around this, others do not.
         with set_current_vllm_config(self._vllm_config):
@@ -110,8 +114,6 @@ class VllmTarget:
                 layout.destinations,
             )
         self._check_all_updated(manifest, taken)
-        if layout.held is not None:
-            layout.held.end()
         return ApplyReport(load_seconds=seconds)
 
     def _check_all_updated(self, manifest: Manifest, taken: list[str]) -> None:
@@ -133,7 +135,12 @@ class VllmTarget:
 
     def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
         held = self._layout(manifest).held
-        return Served() if held is None else held.look(seed, seeds)
+        if held is None:
+            return Served()
+        found, under_way = held.look(seed, seeds), self._under_way
+        if under_way is None:
+            return found
+        return dataclasses.replace(found, faults=(*found.faults, *under_way.changed()))
 
     def _layout(self, manifest: Manifest) -> _Layout:
         if manifest.hash not in self._layouts:
@@ -148,6 +155,7 @@ class VllmTarget:
         self._mark.set(reason)
 
     def admit(self) -> None:
+        self._under_way = None
         self._mark.clear()
 
     def close(self) -> None:

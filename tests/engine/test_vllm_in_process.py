@@ -98,7 +98,7 @@ def test_updates_serve_exactly_the_trainers_weights_also_from_the_prefix_cache(r
             sender._outbox.arena.view()[:] = 0xA5
             rig.assert_serves(variant)
         assert rig.llm.get_weight_version() == receipt.version == str(version)
-        assert receipt.proven == "received" and receipt.engines[0].workers[0].load_seconds > 0
+        assert receipt.proven == "served" and receipt.engines[0].workers[0].load_seconds > 0
     if rig.name == "qwen2_tied":
         assert receipt.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
 

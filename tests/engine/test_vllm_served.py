@@ -24,7 +24,7 @@ from weightsync.adapters.vllm import probe
 from weightsync.adapters.vllm.target import VllmTarget
 from weightsync.box import Box
 from weightsync.digest import derive_seeds, reference_digest_at
-from weightsync.errors import Problem
+from weightsync.errors import EnginePoisoned, Problem
 from weightsync.holding import Holding, spot_columns
 from weightsync.regions import reference_positions
 from weightsync.target import Description
@@ -280,7 +280,7 @@ def test_a_layer_that_computes_otherwise_than_described_is_unread(fresh: Looked)
     assert found.unread.keys() == {name} and not found.wrong
 
 
-def test_buffers_and_pads_that_an_update_changes_are_named(
+def test_a_buffer_that_an_update_changes_is_named_and_poisons_until_it_is_what_it_was(
     fresh: Looked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from weightsync.adapters.vllm import reload
@@ -294,12 +294,27 @@ def test_buffers_and_pads_that_an_update_changes_are_named(
         buffers[cache].view(-1)[0] += 1
         return seconds
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(EnginePoisoned, match=cache):
         patch.setattr(reload, "reload_whole", careless)
         fresh.sync("B")
-        faults = fresh.against("B").faults
-        assert [(fault.kind, fault.name) for fault in faults] == [("changed", cache)]
+    # No update brings it back, so none cures the engine; not a new sender's either.
+    for _ in range(2):
+        with pytest.raises(EnginePoisoned, match=cache):
+            fresh.sync("B")
     buffers[cache].view(-1)[0] -= 1
+    fresh.sync("B")
+    assert fresh.against("B").nothing
+
+
+def test_a_head_that_shares_its_embedding_no_longer_is_named(fresh: Looked) -> None:
+    head = fresh.target._model.lm_head
+    if head.weight is not fresh.target._model.model.embed_tokens.weight:
+        pytest.skip("the head has weights of its own")
+    shared = head.weight
+    head.weight = torch.nn.Parameter(shared.detach().clone(), requires_grad=False)
+    found = fresh.against("B")
+    head.weight = shared
+    assert [(fault.kind, fault.name) for fault in found.faults] == [("stale", "lm_head.weight")]
     assert fresh.against("B").nothing
 
 
@@ -446,6 +461,40 @@ def test_a_part_of_a_model_is_read_back_alone() -> None:
         assert {h.index for h in looked.said.holdings} == set(range(len(chosen)))
         assert looked.against("A").nothing
         assert len(looked.against("B").wrong) == len(chosen)
+
+
+def test_padding_of_a_vocabulary_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import LLM
+
+    from weightsync.adapters.vllm import reload
+
+    model = load_trainer("qwen2_tied", "A")
+    model.resize_token_embeddings(500)  # vLLM pads to 512
+    model.save_pretrained(tmp_path)
+    llm = LLM(
+        model=str(tmp_path),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        weight_transfer_config={"backend": "weightsync"},
+    )
+    original = reload.reload_whole
+
+    def careless(model: torch.nn.Module, *arguments):
+        seconds = original(model, *arguments)
+        flip(model.model.embed_tokens.weight, -1)
+        return seconds
+
+    with ws.WeightSender(ws.ModuleSource(model), [ws.engine(llm)]) as sender:
+        assert sender.sync("right").proven == "served"
+        monkeypatch.setattr(reload, "reload_whole", careless)
+        with pytest.raises(EnginePoisoned, match=r"changed: model\.embed_tokens\.weight\[500:512"):
+            sender.sync("wrong")
+    llm.llm_engine.engine_core.shutdown()
 
 
 ELSEWHERE = """

@@ -1,4 +1,4 @@
-"""Properties of boxes: they index as numpy does, and know torch's views for what they are."""
+"""Properties of boxes: they index as numpy does, and know views for what they are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.box import Box, box_of_view, tiles_exactly, union_numel
+from weightsync.box import Box, Run, box_of_view, tiles_exactly, union_numel
 from weightsync.errors import ManifestError
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -94,6 +93,28 @@ def test_runs_are_maximal(case: tuple[tuple[int, ...], list[Box]]) -> None:
         assert before.start + before.length < after.start
 
 
+def test_runs_computed_by_hand() -> None:
+    # Columns 1 and 2 of rows 1 to 3: a run per row.
+    assert list(Box((1, 1), (3, 2)).runs((5, 4))) == [Run(5, 0, 2), Run(9, 2, 2), Run(13, 4, 2)]
+    # Whole rows, whole matrices, the whole: one run.
+    assert list(Box((1, 0), (3, 4)).runs((5, 4))) == [Run(4, 0, 12)]
+    assert list(Box((1, 0, 0), (2, 2, 3)).runs((4, 2, 3))) == [Run(6, 0, 12)]
+    assert list(Box((0, 0), (5, 4)).runs((5, 4))) == [Run(0, 0, 20)]
+    # A part of the rows of every matrix: the last side is whole, so a run is two rows long.
+    assert list(Box((0, 1, 0), (2, 2, 3)).runs((2, 4, 3))) == [Run(3, 0, 6), Run(15, 6, 6)]
+    # A scalar is one run of one element; a box without elements has none.
+    assert list(Box((), ()).runs(())) == [Run(0, 0, 1)]
+    assert list(Box((2, 1), (0, 2)).runs((5, 4))) == []
+
+
+def test_runs_of_sides_too_long_for_small_numbers() -> None:
+    shape = (2, 300, 700)
+    runs = list(Box((0, 0, 699), (2, 300, 1)).runs(shape))
+    assert runs == [Run(row * 700 + 699, row, 1) for row in range(600)]
+    lengths = tuple(int(str(side)) for side in shape)  # equal, and other objects
+    assert list(Box((0, 0, 0), lengths).runs(shape)) == [Run(0, 0, 420_000)]
+
+
 def test_runs_of_a_box_that_sticks_out_are_refused() -> None:
     with pytest.raises(ManifestError, match="does not lie inside"):
         list(Box((1, 0), (3, 2)).runs((3, 2)))
@@ -114,108 +135,135 @@ def test_intersection_is_that_of_the_masks(case: tuple[tuple[int, ...], list[Box
 
 
 def test_boxes_of_different_rank_do_not_meet() -> None:
-    with pytest.raises(ManifestError, match="rank"):
-        Box((0,), (1,)).intersect(Box((0, 0), (1, 1)))
+    one, two = Box((0,), (1,)), Box((0, 0), (1, 1))
+    for a, b in ((one, two), (two, one)):
+        with pytest.raises(ManifestError, match="rank"):
+            a.intersect(b)
+    # Nor do they lie within the same shape.
+    assert [box.within((1,)) for box in (one, two)] == [True, False]
+    assert [box.within((1, 1)) for box in (one, two)] == [False, True]
 
 
-# Views of torch
+# Views: torch's own are in test_box_views.py
 
 
-def found(whole: torch.Tensor, view: torch.Tensor) -> Box | None:
-    return box_of_view(whole.shape, view.shape, view.stride(), view.storage_offset())
+SMALL = [(), (1,), (5,), (1, 3), (3, 1), (2, 3), (3, 3), (1, 2, 1), (2, 1, 3), (2, 2, 2), (2, 3, 2)]
 
 
-@st.composite
-def shape_and_views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous tensor and a view made by any chain of the operations that keep a box a box."""
-    shape = draw(solid_shapes)
-    whole = torch.arange(math.prod(shape)).reshape(shape)
-    view = whole
-    for _ in range(draw(st.integers(0, 5))):
-        what = draw(st.sampled_from(["narrow", "select", "slice", "unsqueeze", "squeeze", "chunk"]))
-        if what == "unsqueeze":
-            view = view.unsqueeze(draw(st.integers(0, view.dim())))
-        elif what == "squeeze":
-            view = view.squeeze()
-        elif view.dim():
-            d = draw(st.integers(0, view.dim() - 1))
-            start = draw(st.integers(0, view.shape[d] - 1))
-            length = draw(st.integers(1, view.shape[d] - start))
-            if what == "narrow":
-                view = view.narrow(d, start, length)
-            elif what == "select":
-                view = view.select(d, start)
-            elif what == "slice":
-                view = view[(slice(None),) * d + (slice(start, start + length),)]
-            else:
-                view = draw(st.sampled_from(view.chunk(length, d)))
-    return whole, view
+def elements(
+    sides: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A view without its sides of one: the sides that are left, and which elements it shows."""
+    at = [
+        offset + sum(i * s for i, s in zip(index, strides, strict=True))
+        for index in itertools.product(*map(range, sides))
+    ]
+    return tuple(side for side in sides if side != 1), tuple(at)
 
 
-@given(shape_and_views())
-def test_a_view_that_only_narrows_is_the_box_of_its_elements(
-    case: tuple[torch.Tensor, torch.Tensor],
+def all_boxes(shape: tuple[int, ...]) -> list[Box]:
+    """Every box with elements in a tensor of that shape."""
+    parts = [[(o, n) for o in range(side) for n in range(1, side - o + 1)] for side in shape]
+    return [
+        Box(tuple(o for o, _ in chosen), tuple(n for _, n in chosen))
+        for chosen in itertools.product(*parts)
+    ]
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_views_are_the_boxes_that_show_the_same_elements_and_else_none(
+    shape: tuple[int, ...],
 ) -> None:
-    whole, view = case
-    box = found(whole, view)
-    assert box is not None
-    assert np.array_equal(whole.numpy()[slices(box)].reshape(-1), view.reshape(-1).numpy())
+    """Every view of up to two sides and every stride and offset, in and out of bounds."""
+    whole = numbered(shape)
+    known = {}
+    for box in all_boxes(shape):
+        sides = tuple(n for n in box.lengths if n != 1)
+        known[sides, tuple(whole[slices(box)].reshape(-1).tolist())] = box
+    assert len(known) == len(all_boxes(shape))
+    for rank in range(3):
+        for sides in itertools.product(range(1, max(shape, default=1) + 2), repeat=rank):
+            for strides in itertools.product(range(whole.size + 2), repeat=rank):
+                for offset in range(whole.size + 2):
+                    expected = known.get(elements(sides, strides, offset))
+                    assert box_of_view(shape, sides, strides, offset) == expected
 
 
-@given(solid_shapes, st.data())
-def test_a_view_is_a_box_in_row_major_order_or_none_at_all(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
-    """Whatever strides come, a box that is claimed has the same elements in the same order."""
-    whole = torch.arange(math.prod(shape)).reshape(shape)
-    rank = data.draw(st.integers(0, 4))
-    sides = data.draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank))
-    strides = data.draw(st.lists(st.integers(0, 30), min_size=rank, max_size=rank))
-    offset = data.draw(st.integers(0, 40))
-    box = box_of_view(shape, sides, strides, offset)
-    if box is not None:
-        last = offset + sum((n - 1) * s for n, s in zip(sides, strides, strict=True))
-        assert last < whole.numel()
-        view = torch.as_strided(whole, sides, strides, offset)
-        assert np.array_equal(whole.numpy()[slices(box)].reshape(-1), view.reshape(-1).numpy())
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_every_box_is_found_in_its_own_view(shape: tuple[int, ...]) -> None:
+    whole = numbered(shape)
+    strides = tuple(stride // whole.itemsize for stride in whole.strides)
+    for box in all_boxes(shape):
+        first = int(whole[box.offsets])
+        assert box_of_view(shape, box.lengths, strides, first) == box
+        # Sides of one that come and go change nothing, whatever their stride.
+        assert box_of_view(shape, (1, *box.lengths, 1), (77, *strides, 0), first) == box
+        kept = [(n, s) for n, s in zip(box.lengths, strides, strict=True) if n != 1]
+        assert box_of_view(shape, [n for n, _ in kept], [s for _, s in kept], first) == box
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("shape", "sides", "strides", "offset", "box"),
     [
-        lambda t: t.transpose(0, 1),
-        lambda t: t.transpose(1, 2),
-        lambda t: t.permute(2, 0, 1),
-        lambda t: t[0].t(),
-        lambda t: t[:, ::2],
-        lambda t: t[..., ::2],
-        lambda t: t[::3],
-        lambda t: t.reshape(-1)[2:9],
-        lambda t: t.reshape(-1),
-        lambda t: t[:, :1].expand(4, 6, 8),
-        lambda t: t.diagonal(),
-        lambda t: t.flatten()[::2],
+        # Rows 2 and 3 of a matrix, and the last three of its columns.
+        ((4, 6), (2, 6), (6, 1), 12, Box((2, 0), (2, 6))),
+        ((4, 6), (4, 3), (6, 1), 3, Box((0, 3), (4, 3))),
+        # One expert of a stack; one row of it; one column of it.
+        ((8, 4, 6), (4, 6), (6, 1), 3 * 24, Box((3, 0, 0), (1, 4, 6))),
+        ((8, 4, 6), (6,), (1,), 3 * 24 + 2 * 6, Box((3, 2, 0), (1, 1, 6))),
+        ((8, 4, 6), (4,), (6,), 3 * 24 + 5, Box((3, 0, 5), (1, 4, 1))),
+        # An element; the same place in all experts.
+        ((8, 4, 6), (), (), 7 * 24 + 3 * 6 + 5, Box((7, 3, 5), (1, 1, 1))),
+        ((8, 4, 6), (8,), (24,), 23, Box((0, 3, 5), (8, 1, 1))),
+        # As large as they come.
+        (
+            (128, 4096, 14336),
+            (4096, 7168),
+            (14336, 1),
+            127 * 4096 * 14336 + 7168,
+            Box((127, 0, 7168), (1, 4096, 7168)),
+        ),
+        # Transposed, stepped, spread, reshaped, past the end.
+        ((4, 6), (6, 4), (1, 6), 0, None),
+        ((4, 6), (2, 6), (12, 1), 0, None),
+        ((4, 6), (4, 3), (6, 2), 0, None),
+        ((4, 6), (4, 6), (0, 1), 0, None),
+        ((4, 6), (24,), (1,), 0, None),
+        ((4, 6), (2, 6), (6, 1), 18, None),
+        ((4, 6), (1, 6), (6, 1), 24, None),
+        ((4, 6), (), (), 24, None),
+        ((), (), (), 1, None),
+        # Twice along the same side.
+        ((4, 6), (2, 2), (1, 1), 0, None),
+        ((4, 6), (2, 2), (6, 6), 0, None),
+        # Views without elements are where they begin, also where that is the very end.
+        ((4, 6), (0, 6), (6, 1), 12, Box((2, 0), (0, 6))),
+        ((4, 6), (0, 6), (6, 1), 24, Box((4, 0), (0, 6))),
+        ((4, 6), (4, 0), (6, 1), 2, Box((0, 2), (4, 0))),
+        ((1, 3), (1, 0), (3, 1), 3, Box((0, 3), (1, 0))),
+        ((1, 1, 3), (0,), (1,), 3, Box((0, 0, 3), (1, 1, 0))),
+        # In a tensor without elements there is no box to find.
+        ((0,), (0,), (1,), 0, None),
+        ((3, 0), (3, 0), (1, 1), 0, None),
+        ((0, 3), (0, 3), (3, 1), 0, None),
+        ((2, 0, 3), (2, 3), (3, 1), 0, None),
+        ((2, 0), (), (), 0, None),
     ],
 )
-def test_transposes_steps_expansions_and_reshapes_are_no_boxes(make: object) -> None:
-    whole = torch.arange(4 * 6 * 8).reshape(4, 6, 8)
-    assert found(whole, make(whole)) is None  # type: ignore[operator]
+def test_views_computed_by_hand(
+    shape: tuple[int, ...],
+    sides: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    box: Box | None,
+) -> None:
+    assert box_of_view(shape, sides, strides, offset) == box
 
 
-def test_a_square_transpose_is_no_box() -> None:
-    whole = torch.arange(9).reshape(3, 3)
-    assert found(whole, whole.t()) is None
-
-
-def test_a_transpose_in_which_one_side_is_one_is_the_box_that_it_looks_like() -> None:
-    whole = torch.arange(5).reshape(5, 1)
-    assert found(whole, whole.t()) == Box.whole((5, 1))
-
-
-def test_an_empty_view_at_the_very_end_lies_within() -> None:
-    whole = torch.arange(6).reshape(3, 2)
-    box = found(whole, whole[3:])
-    assert box is not None and box.numel == 0 and box.within((3, 2))
+def test_a_view_needs_one_stride_per_side() -> None:
+    for sides, strides in (((2,), (3, 1)), ((2, 3), (1,))):
+        with pytest.raises(ValueError, match="zip"):
+            box_of_view((2, 3), sides, strides, 0)
 
 
 # Tilings
@@ -286,6 +334,21 @@ def test_a_union_has_as_many_elements_as_its_mask(case: tuple[tuple[int, ...], l
         union |= mask(box, shape)
     assert union_numel(boxes) == union.sum()
     assert union_numel([]) == 0
+
+
+def test_large_tilings_and_unions() -> None:
+    shape = (1024, 4096)
+    shards = [Box((256 * rank, 0), (256, 4096)) for rank in range(4)]
+    assert tiles_exactly(shards, shape) and union_numel(shards) == 1024 * 4096
+    overlapping = [*shards[:3], Box((767, 0), (256, 4096))]
+    assert not tiles_exactly(overlapping, shape) and union_numel(overlapping) == 1023 * 4096
+
+
+def test_a_scalar_is_tiled_by_one_box() -> None:
+    scalar = Box((), ())
+    assert tiles_exactly([scalar], ())
+    assert not tiles_exactly([], ()) and not tiles_exactly([scalar, scalar], ())
+    assert union_numel([scalar, scalar]) == 1
 
 
 def test_equal_volume_does_not_hide_an_overlap() -> None:
