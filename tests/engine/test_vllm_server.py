@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -453,6 +454,54 @@ def test_an_update_of_a_sleeping_engine_ends_and_is_served_when_it_wakes(rig: Ri
         client.post("/wake_up").raise_for_status()
     assert rig.version() == "B"
     rig.assert_serves("B")
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weightsync.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_pushed_checkpoint_is_verified_and_another_is_told_from_it(
+    rig: Rig, tmp_path: Path
+) -> None:
+    url, log = f"vllm+{rig.server.url}", tmp_path / "receipts.jsonl"
+    both = {variant: build_checkpoint(rig.name, variant) for variant in "AB"}
+    for proof in ("off", "received", "served"):
+        pushed = command(
+            *("push", both["B"], "--engine", url, "--version", f"B {proof}"),
+            *("--proof", proof, "--receipts", log),
+        )
+        assert pushed.returncode == 0, pushed.stderr
+        says = {"off": "100 % unproven", "received": "100 % received"}.get(proof, "% ")
+        assert f"serves version 'B {proof}'" in pushed.stdout and says in pushed.stdout
+    verify = ("verify", both["B"], "--engine", url)
+    looked = command(*verify, "--receipts", log)
+    receipt = ws.Receipt.from_json(command(*verify, "--json").stdout)
+    assert receipt.intact and receipt.mode == "look" and receipt.version == "B served"
+    read = sum(
+        receipt.levels[level].nbytes for level in ("served", "spot") if level in receipt.levels
+    )
+    assert read > 0
+    assert looked.returncode == 0, looked.stderr
+    assert f"{rig.engine.name} reports version 'B served', and differs in nothing" in looked.stdout
+    unproven = {n for w in receipt.engines[0].workers if w.proof for n in w.proof.unproven}
+    assert looked.stdout.count("cannot be read back") == min(len(unproven), 10)
+    other = command("verify", both["A"], "--engine", url, "--receipts", log)
+    assert other.returncode == 1 and "the model does not hold the trainer's" in other.stderr
+    assert "model.norm.weight" in command("verify", both["A"], "--engine", url, "--json").stdout
+    rig.assert_serves("B")
+    shown = json.loads(command("receipts", "show", log, "--json").stdout)
+    found = [one["receipt"] for one in shown]
+    assert [one["mode"] for one in found] == ["staged"] * 3 + ["look"]
+    assert [one["version"] for one in found] == ["B off", "B received", *["B served"] * 2]
+    assert found[2]["levels"] == found[3]["levels"], "what was proven once is found again"
+    sound = command("receipts", "check", log, "--last", found[-1]["hash"])
+    assert sound.stdout == "sound: 4 receipt(s)\n"
 
 
 def test_an_older_sender_learns_that_it_was_superseded(rig: Rig) -> None:

@@ -38,6 +38,7 @@ def example(version: str = "7", *, tensors: int = 0) -> Receipt:
         ),
         plan_hash="12" * 32,
         levels=LEVELS,  # type: ignore[arg-type]
+        canary=0.0625,
     )
     return Receipt(
         version=version,

@@ -122,6 +122,7 @@ def test_a_change_of_any_field_is_noticed(path: tuple[Any, ...]) -> None:
         {"levels": {"served": LevelShare(5, 1000)}},
         {"engines": (msgspec.structs.replace(ENGINE, workers=(LOOKED,)),)},
         {"engines": (msgspec.structs.replace(ENGINE, workers=(UNASKED, UNASKED)),)},
+        {"engines": (msgspec.structs.replace(ENGINE, canary=None),)},
         {"mode": "look"},
     ],
 )

@@ -40,9 +40,9 @@ __all__ = ["DemoEngine", "demo"]
 ENGINES = "weightsync.demo_engines"
 TOKENS = 32
 MEANINGS: dict[ProofLevel, str] = {
-    "served": "read back from the model after each step: every byte is the trainer's",
-    "spot": "packed by the engine, and read back at columns that are drawn anew in each step",
-    "received": "cannot be read back; what the engine's loader was handed is the trainer's",
+    "served": "what the model holds was read back after each step: every byte is the trainer's",
+    "spot": "what the engine has packed was read back at columns that are drawn anew in each step",
+    "received": "what cannot be read back: what the engine's loader was handed is the trainer's",
 }
 
 
@@ -195,7 +195,7 @@ def _show(document: dict[str, Any], console: Console) -> None:
             f"{step['logprob_gap_before']:.1g} > {step['logprob_gap_after']:.1g}",
         )
     console.print(table)
-    console.print("All steps are proven. Of their bytes:")
+    console.print("All steps are proven; of their bytes")
     for level, share in _levels(document).items():
         console.print(f"  {share}: {MEANINGS[level]}", soft_wrap=True)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,8 +32,6 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, help="Logs of receipts.")
 
 Log = Annotated[Path, typer.Argument(metavar="FILE", help="A log of receipts.")]
-WIDE = 200
-"""Columns where no terminal says how many it has."""
 
 
 @app.command("show")
@@ -46,7 +45,7 @@ def show(
     """What was delivered and proven, line by line."""
     with private_stdout() as document, typed_errors():
         wanted = (entry for entry in entries(read_lines(file)) if line in (None, entry.line))
-        console = Console(file=document, width=None if document.isatty() else WIDE)
+        console = Console(file=document)
         if line is not None:
             entry = next(wanted, None)
             if entry is None:
@@ -109,40 +108,36 @@ def _as_json(entry: Entry) -> dict[str, Any]:
 
 
 def _table(log: Iterator[Entry]) -> Table:
-    table = Table()
-    for column in ("line", "version", "time", "mode", "proof", "engines x workers", "bytes"):
+    """Fits into 80 columns, in three or four rows for each receipt."""
+    table = Table(box=SIMPLE_HEAD, leading=1, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("line", "version"):
         table.add_column(column, overflow="fold")
-    for column in ("seconds", "pause", "spot", "unproven"):
-        table.add_column(column, overflow="fold")
+    for column in ("written", "delivered", "proof (tensors)"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("took")
     for entry in log:
-        if entry.receipt is None:
-            what = "torn: not written to its end" if entry.torn else "no receipt"
-            table.add_row(str(entry.line), Text(plain(entry.version)), "", "", what, style="red")
+        if entry.receipt is not None:
+            table.add_row(str(entry.line), *map(Text, _row(entry.receipt)))
         else:
-            table.add_row(str(entry.line), *_row(entry.receipt))
+            what = "torn" if entry.torn else "no receipt"
+            table.add_row(str(entry.line), Text(plain(entry.version)), what, style="red")
     return table
 
 
-def _row(receipt: Receipt) -> Iterator[str | Text]:
-    yield Text(plain(receipt.version))
-    yield plain(receipt.at.replace("T", " ")[:19])
-    yield receipt.mode if not receipt.only else f"{receipt.mode}, a part"
-    yield shares_text(receipt.levels) if receipt.intact else Text("changed: not intact", "red")
-    yield f"{len(receipt.engines)} x " + "/".join(str(len(one.workers)) for one in receipt.engines)
-    yield megabytes(receipt.nbytes)
-    yield _seconds(receipt.seconds)
-    yield milliseconds(max((one.paused_seconds for one in receipt.engines), default=0.0))
-    for number in _weak(receipt):
-        yield str(number)
-
-
-def _weak(receipt: Receipt) -> tuple[int, int]:
-    """Tensors that were probed at random columns, and that could not be read back, on any
-    worker."""
-    proofs = [w.proof for one in receipt.engines for w in one.workers if w.proof is not None]
-    spot = {name for proof in proofs for name in proof.spot}
-    unproven = {name for proof in proofs for name in proof.unproven}
-    return len(spot - unproven), len(unproven)
+def _row(receipt: Receipt) -> Iterator[str]:
+    yield plain(receipt.version)
+    day, _, time = plain(receipt.at).partition("T")
+    yield f"{day}\n{time[:8]}\n{plain(receipt.mode)}{', part' if receipt.only else ''}"
+    workers = " + ".join(str(len(one.workers)) for one in receipt.engines)
+    yield f"{megabytes(receipt.nbytes)}\n{len(receipt.engines)} x {workers}"
+    if receipt.intact:
+        counts = (f" ({share.tensors})" for share in receipt.levels.values())
+        shares = shares_text(receipt.levels).split(", ")
+        yield "\n".join(share + count for share, count in zip(shares, counts, strict=True))
+    else:
+        yield "changed: not intact"
+    pause = max((one.paused_seconds for one in receipt.engines), default=0.0)
+    yield _seconds(receipt.seconds) + (f"; paused {milliseconds(pause)}" if pause else "")
 
 
 def _seconds(phases: Mapping[str, float]) -> str:
@@ -155,6 +150,7 @@ def _everything(entry: Entry) -> Iterator[str]:
         yield f"line {entry.line} is {'torn' if entry.torn else 'no receipt'}:"
         yield plain(entry.text.decode(errors="backslashreplace"))
         return
+    tensors = sum(share.tensors for share in receipt.levels.values())
     intact = "" if receipt.intact else " (NOT that of its content: it was changed)"
     named = {
         "line": str(entry.line),
@@ -165,11 +161,11 @@ def _everything(entry: Entry) -> Iterator[str]:
         "mode": receipt.mode,
         "only": ", ".join(receipt.only) or "the whole model",
         "proof": f"{shares_text(receipt.levels)} (the weakest: {receipt.proven})",
-        "bytes": f"{receipt.nbytes} in {sum(s.tensors for s in receipt.levels.values())} tensor(s)",
+        "bytes": f"{receipt.nbytes} in {tensors} tensor(s)",
         "seconds": _seconds(receipt.seconds),
         "manifest": receipt.manifest_hash,
         "seed": receipt.seed,
-        "digest": receipt.digest,
+        "digest": receipt.digest or "none was taken",
         "previous": receipt.previous or "none, it is the first",
         "hash": f"{receipt.hash}{intact}",
     }
@@ -187,6 +183,8 @@ def _engine(engine: EngineReceipt) -> Iterator[str]:
     yield ""
     yield plain(f"engine {engine.name}: {engine.engine}")
     yield f"  proof:   {shares_text(engine.levels)}"
+    if engine.canary is not None:
+        yield f"  canary:  log-probabilities differ by {engine.canary:.2g} at most"
     yield plain(f"  pause:   {engine.pause}, {milliseconds(engine.paused_seconds)}")
     yield f"  seconds: {_seconds(engine.seconds)}"
     yield f"  plan:    {plain(engine.plan_hash)}"
