@@ -82,7 +82,7 @@ def run_tests(question: dict, outputs: list[int]) -> None:
             raise RuntimeError("the package was imported before the mutant was there")
         # The same examples every time: what kills a mutant today kills it tomorrow.
         settings.register_profile(
-            "mutants", derandomize=True, database=None, deadline=None, max_examples=50
+            "mutants", derandomize=True, database=None, deadline=None, max_examples=25
         )
         settings.load_profile("mutants")
         plugins = ["-p", "no:cacheprovider", "-p", "pytest_timeout"]
