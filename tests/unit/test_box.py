@@ -48,6 +48,18 @@ def numbered(shape: tuple[int, ...]) -> np.ndarray:
     return np.arange(math.prod(shape)).reshape(shape)
 
 
+SMALL = [(), (1,), (4,), (1, 3), (3, 1), (2, 3), (3, 2), (2, 2), (1, 2, 1), (2, 1, 3), (2, 2, 2)]
+
+
+def all_boxes(shape: tuple[int, ...]) -> list[Box]:
+    """Every box with elements in a tensor of that shape."""
+    parts = [[(o, n) for o in range(side) for n in range(1, side - o + 1)] for side in shape]
+    return [
+        Box(tuple(o for o, _ in chosen), tuple(n for _, n in chosen))
+        for chosen in itertools.product(*parts)
+    ]
+
+
 # Boxes by themselves
 
 
@@ -68,6 +80,19 @@ def test_the_whole_lies_within_its_shape_and_in_none_that_is_smaller(
     assert not whole.within((*shape, 1))
     for d in range(len(shape)):
         assert not whole.within((*shape[:d], shape[d] - 1, *shape[d + 1 :]))
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_runs_of_every_box_are_the_longest_that_show_its_elements(shape: tuple[int, ...]) -> None:
+    whole = numbered(shape)
+    for box in all_boxes(shape):
+        expected = whole[slices(box)].reshape(-1).tolist()
+        runs = list(box.runs(shape))
+        shown = [list(range(run.start, run.start + run.length)) for run in runs]
+        assert list(itertools.chain(*shown)) == expected
+        assert [run.local for run in runs] == [0, *itertools.accumulate(map(len, shown))][:-1]
+        breaks = sum(after != before + 1 for before, after in itertools.pairwise(expected))
+        assert len(runs) == breaks + 1
 
 
 @given(shape_and_boxes(1))
@@ -134,6 +159,33 @@ def test_intersection_is_that_of_the_masks(case: tuple[tuple[int, ...], list[Box
         assert common.numel and np.array_equal(mask(common, shape), both)
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (1, 2, 2)], ids=str)
+def test_pairs_of_boxes_meet_where_their_elements_do(shape: tuple[int, ...]) -> None:
+    """Every pair: what they have in common, how many elements both have, whether they tile."""
+    whole = numbered(shape)
+    held = {box: frozenset(whole[slices(box)].reshape(-1).tolist()) for box in all_boxes(shape)}
+    by_elements = {elements: box for box, elements in held.items()}
+    for a, b in itertools.product(held, repeat=2):
+        assert a.intersect(b) == by_elements.get(held[a] & held[b])
+        assert union_numel([a, b]) == len(held[a] | held[b])
+        tiled = not held[a] & held[b] and len(held[a] | held[b]) == whole.size
+        assert tiles_exactly([a, b], shape) == tiled
+
+
+def test_intersections_computed_by_hand() -> None:
+    a = Box((2, 10), (4, 20))
+    assert a.intersect(a) == a
+    assert a.intersect(Box((3, 5), (9, 10))) == Box((3, 10), (3, 5))
+    assert a.intersect(Box((0, 29), (3, 9))) == Box((2, 29), (1, 1))
+    # They touch along a side, or at a corner.
+    assert a.intersect(Box((6, 10), (4, 20))) is None
+    assert a.intersect(Box((2, 0), (4, 10))) is None
+    assert a.intersect(Box((6, 30), (1, 1))) is None
+    # Without elements there is nothing in common, also in the midst of the other.
+    assert a.intersect(Box((3, 15), (0, 2))) is None
+    assert a.intersect(Box((3, 15), (2, 0))) is None
+
+
 def test_boxes_of_different_rank_do_not_meet() -> None:
     one, two = Box((0,), (1,)), Box((0, 0), (1, 1))
     for a, b in ((one, two), (two, one)):
@@ -147,9 +199,6 @@ def test_boxes_of_different_rank_do_not_meet() -> None:
 # Views: torch's own are in test_box_views.py
 
 
-SMALL = [(), (1,), (5,), (1, 3), (3, 1), (2, 3), (3, 3), (1, 2, 1), (2, 1, 3), (2, 2, 2), (2, 3, 2)]
-
-
 def elements(
     sides: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -159,15 +208,6 @@ def elements(
         for index in itertools.product(*map(range, sides))
     ]
     return tuple(side for side in sides if side != 1), tuple(at)
-
-
-def all_boxes(shape: tuple[int, ...]) -> list[Box]:
-    """Every box with elements in a tensor of that shape."""
-    parts = [[(o, n) for o in range(side) for n in range(1, side - o + 1)] for side in shape]
-    return [
-        Box(tuple(o for o, _ in chosen), tuple(n for _, n in chosen))
-        for chosen in itertools.product(*parts)
-    ]
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=str)
