@@ -33,8 +33,11 @@ from numpy.typing import NDArray
 
 from weightsync.digest import derive_seeds, digest_tensors
 from weightsync.errors import ProofFailed, ProtocolError, UpdateRefused
+from weightsync.evidence import ArenaEvidence
 from weightsync.manifest import MAX_BYTES, Manifest, TensorSpec
+from weightsync.messages import Described
 from weightsync.proof import mismatches
+from weightsync.served import Expected, ServedPlan
 from weightsync.sources.base import Source, fill
 from weightsync.target import StagedWeights
 from weightsync.transport.shm import ALIGNMENT, ArenaReader, ShmArena, arena_offsets
@@ -208,6 +211,10 @@ def export_handles(source: Source, device_ids: Iterable[str]) -> ExportedHandles
     return ExportedHandles(source, device_ids)
 
 
+Expectation = tuple[ServedPlan, Expected]
+"""Who judges, and what must be found."""
+
+
 class OpenedHandle:
     """A handle that was checked, and its memory mapped. See `open_handle`.
 
@@ -239,6 +246,23 @@ class OpenedHandle:
         wrong = mismatches(self.manifest, "this worker", self._digests, found)
         if wrong:
             raise ProofFailed(wrong)
+
+    def expect(self, described: Described) -> Expectation:
+        """What this worker's model must hold once these weights are applied; while this is open.
+
+        Args:
+            described: what the worker said of them.
+
+        Raises:
+            ProofFailed: the memory has changed since it was proven.
+            ProtocolError: the worker describes what cannot be.
+        """
+        seeds = derive_seeds(self._seed, self.manifest.identities)
+        plan = ServedPlan(self.manifest, [("this worker", described)])
+        with self._arena.held() as address:
+            addresses = self._offsets + np.uint64(address)
+            evidence = ArenaEvidence(self.manifest, addresses)
+            return plan, plan.expect(evidence, self._seed, seeds, self._digests)
 
     def weights(self) -> StagedWeights:
         """The tensors, through a private mapping of their own."""
