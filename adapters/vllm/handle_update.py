@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import EnginePoisoned, PlanRefused, UpdateRefused, reason_of
-from weightsync.handles import OpenedHandle, open_handle
 from weightsync.inspection import described, found
 from weightsync.manifest import Manifest, TensorSpec
 from weightsync.messages import Described
+from weightsync.opened_handle import OpenedHandle, open_handle
 from weightsync.plan.match import check_descriptions, tied_apart
 from weightsync.receiver import Receiver
 from weightsync.target import Target
