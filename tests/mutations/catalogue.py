@@ -26,8 +26,9 @@ class Case:
     Attributes:
         title: for the table.
         where: the part that it is injected into.
-        names: tensors that the error must name.
-        workers: that the error must name, and that have the fault.
+        names: tensors that the error must name; or what else there is to name.
+        workers: that the error must name, and that have the fault; none where the sender's process
+            alone has it.
         fault: of these workers; None where the sender has it.
         sender: makes the sender have it.
         exact: the error names no other tensors.
@@ -65,7 +66,7 @@ def _sent(title: str, name: str, workers: tuple[int, ...], act: Callable[..., No
 
 
 def _unseen(title: str, act: Callable[..., None], why: str) -> Case:
-    """Something that no proof of bytes can see."""
+    """Something that no digest can see."""
     return Case(title, "sender", (), (), None, act, limit=why)
 
 
@@ -224,11 +225,11 @@ CASES = (
     _sent("two tensors go to each other's place", K, EVERY, senders.crossed(K, V)),
     _sent("a tensor never reaches the arena", OUT, (), senders.lost(OUT)),
     _sent("half of a tensor never reaches the arena", DOWN, (), senders.halved(DOWN)),
+    Case("the new version is reported early", "engine", ("'the new one'",), (), None,
+         senders.version_early),
     # Known limits
     _unseen("a tensor is read from where it was", senders.misread(WQ),
             "the proof begins with the bytes that are read of the source"),
     _unseen("prefixes of old weights are kept", senders.caches_kept,
             "an engine that is asked to reset its caches is believed"),
-    _unseen("the new version is reported early", senders.version_early,
-            "an engine is not asked for its version while it is updated"),
 )  # fmt: skip

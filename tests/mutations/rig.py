@@ -25,9 +25,9 @@ from weightsync import WeightSender
 from weightsync.errors import EnginePoisoned, ProofFailed, ServedMismatch, WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.sources import StateDictSource
+from weightsync.testing.toy_checkpoint import checkpoint
 from weightsync.testing.toy_engine import ToyModelEngine
 from weightsync.testing.toy_faults import fingerprint, wire_sums
-from weightsync.testing.toy_model import checkpoint
 
 __all__ = ["RIVALS", "Outcome", "Rig"]
 

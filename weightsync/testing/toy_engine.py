@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from weightsync.deadline import Deadline
 from weightsync.errors import UpdateRefused
 from weightsync.testing.toy import Faults, ToyEngine
-from weightsync.testing.toy_model import ToyConfig
+from weightsync.testing.toy_checkpoint import ToyConfig
 
 __all__ = ["ToyModelEngine"]
 

@@ -6,6 +6,7 @@ Each kind has been seen in an engine, a framework or a transport, or is a neighb
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from weightsync.deadline import Deadline
 from weightsync.manifest import Manifest
 from weightsync.testing.toy_layers import BLOCK, Ranks
 
@@ -209,6 +211,13 @@ def defers(target: FaultyToyTarget, weights: Iterable[tuple[str, torch.Tensor]])
     target.model.load(every)
 
 
+def waits(target: FaultyToyTarget, *, path: str, seconds: float = 30.0) -> None:
+    """A worker loads nothing before there is a file."""
+    deadline = Deadline.after(seconds)
+    while not os.path.exists(path):
+        deadline.rest(0.01, "the test to open the gate")
+
+
 # --- what it holds afterwards: (target) ---------------------------------------------------------
 
 
@@ -305,7 +314,7 @@ FED = _stage(
     *(compensate, reinterpret, through, transpose, scale, negate_zero),
 )
 KEPT = _stage(stay)
-OPENED = _stage(other_shard)
+OPENED = _stage(other_shard, waits)
 LOADS = _stage(per_bucket, defers)
 FINISHED = _stage(not_finalized, finalized_twice)
 HELD = _stage(hold_flip, hold_fill, hold_through, hold_blocks, move, replace)
