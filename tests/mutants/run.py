@@ -167,7 +167,8 @@ def mutated(copy: Copy, name: str) -> dict[Mutant, Outcome]:
         (mutation,) = item["mutations"]
         if result is None or result["worker_outcome"] != "normal":
             raise Failed(f"a mutant was not tested: {mutation}: {result}")
-        mutant = Mutant(mutation["definition_name"] or "", *changed_lines(result["diff"]))
+        function = mutation["definition_name"] or decorated(result["diff"])
+        mutant = Mutant(function, *changed_lines(result["diff"]))
         ended = ENDED.search(result["output"])
         if ended is None:
             raise Failed(f"no test was run for a mutant {mutant}\n{result['output']}")
@@ -177,6 +178,13 @@ def mutated(copy: Copy, name: str) -> dict[Mutant, Outcome]:
             raise Failed(f"two mutants that read alike:\n{mutant}")
         found[mutant] = outcome
     return found
+
+
+def decorated(diff: str) -> str:
+    """The class or function that follows what is changed, as after a decorator; else ""."""
+    below = re.split(r"^[+-].*\n", diff, flags=re.MULTILINE)[-1]
+    following = re.search(r"^ \s*(?:class|def) (\w+)", below, re.MULTILINE)
+    return following[1] if following else ""
 
 
 def changed_lines(diff: str) -> tuple[str, str]:
