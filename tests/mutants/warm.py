@@ -71,7 +71,7 @@ def run_tests(question: dict, outputs: list[int]) -> None:
         import resource
 
         import pytest
-        from hypothesis import HealthCheck, settings
+        from hypothesis import HealthCheck, Phase, settings
 
         for mine, theirs in zip((1, 2), outputs, strict=True):
             os.dup2(theirs, mine)
@@ -88,11 +88,12 @@ def run_tests(question: dict, outputs: list[int]) -> None:
             database=None,
             deadline=None,
             max_examples=25,
+            phases=[Phase.explicit, Phase.generate],  # nobody reads a shrunken failure
             suppress_health_check=list(HealthCheck),
         )
         settings.load_profile("mutants")
         plugins = ["-p", "no:cacheprovider", "-p", "pytest_timeout"]
-        status = int(pytest.main(["-x", "-q", *plugins, *question["arguments"]]))
+        status = int(pytest.main(["-x", "-q", "--tb=line", *plugins, *question["arguments"]]))
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
