@@ -26,7 +26,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -161,22 +161,38 @@ def mutated(copy: Copy, name: str) -> dict[Mutant, Outcome]:
     with copy.warm():
         check_what_is_tested(copy, copy.path / settings["module-path"], settings["test-command"])
         copy.cosmic_ray("exec", config, session, seconds=count * (settings["timeout"] + 1))
+    return outcomes(copy.cosmic_ray("dump", session))
+
+
+def outcomes(dump: str) -> dict[Mutant, Outcome]:
+    """What came of each mutant of a finished session.
+
+    Raises:
+        Failed: one was not tested.
+    """
     found: dict[Mutant, Outcome] = {}
-    for line in copy.cosmic_ray("dump", session).splitlines():
-        item, result = json.loads(line)
+    tested = [json.loads(line) for line in dump.splitlines()]
+    for item, result in sorted(tested, key=lambda one: one[0]["mutations"][0]["occurrence"]):
         (mutation,) = item["mutations"]
         if result is None or result["worker_outcome"] != "normal":
             raise Failed(f"a mutant was not tested: {mutation}: {result}")
-        mutant = Mutant(mutation["definition_name"] or "", *changed_lines(result["diff"]))
+        function = mutation["definition_name"] or decorated(result["diff"])
+        mutant = Mutant(function, *changed_lines(result["diff"]))
+        while mutant in found:  # the same line twice in one function
+            mutant = replace(mutant, function=f"{mutant.function}, again")
         ended = ENDED.search(result["output"])
         if ended is None:
             raise Failed(f"no test was run for a mutant {mutant}\n{result['output']}")
         slow = ended["status"] in (None, str(-signal.SIGXCPU)) or "Timeout (>" in result["output"]
-        outcome = Outcome(result["test_outcome"] == "killed", slow)
-        if mutant in found:
-            raise Failed(f"two mutants that read alike:\n{mutant}")
-        found[mutant] = outcome
+        found[mutant] = Outcome(result["test_outcome"] == "killed", slow)
     return found
+
+
+def decorated(diff: str) -> str:
+    """The class or function that follows what is changed, as after a decorator; else ""."""
+    below = re.split(r"^[+-].*\n", diff, flags=re.MULTILINE)[-1]
+    following = re.search(r"^ \s*(?:class|def) (\w+)", below, re.MULTILINE)
+    return following[1] if following else ""
 
 
 def changed_lines(diff: str) -> tuple[str, str]:

@@ -71,7 +71,7 @@ def run_tests(question: dict, outputs: list[int]) -> None:
         import resource
 
         import pytest
-        from hypothesis import settings
+        from hypothesis import HealthCheck, Phase, settings
 
         for mine, theirs in zip((1, 2), outputs, strict=True):
             os.dup2(theirs, mine)
@@ -80,13 +80,20 @@ def run_tests(question: dict, outputs: list[int]) -> None:
         sys.dont_write_bytecode = not question["bytecode"]
         if "weightsync" in sys.modules:
             raise RuntimeError("the package was imported before the mutant was there")
-        # The same examples every time: what kills a mutant today kills it tomorrow.
+        # The same examples every time, and none judged by how long it takes: what kills a mutant
+        # today kills it tomorrow, and a busy machine kills none.
         settings.register_profile(
-            "mutants", derandomize=True, database=None, deadline=None, max_examples=25
+            "mutants",
+            derandomize=True,
+            database=None,
+            deadline=None,
+            max_examples=25,
+            phases=[Phase.explicit, Phase.generate],  # nobody reads a shrunken failure
+            suppress_health_check=list(HealthCheck),
         )
         settings.load_profile("mutants")
         plugins = ["-p", "no:cacheprovider", "-p", "pytest_timeout"]
-        status = int(pytest.main(["-x", "-q", *plugins, *question["arguments"]]))
+        status = int(pytest.main(["-x", "-q", "--tb=line", *plugins, *question["arguments"]]))
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
 
 import numpy as np
 import pytest
@@ -71,6 +73,16 @@ def test_a_bad_box_cannot_exist(offsets: tuple[int, ...], lengths: tuple[int, ..
         Box(offsets, lengths)
 
 
+@pytest.mark.parametrize("make", [lambda: Box((1, 2), (3, 4)), lambda: Run(1, 2, 3)])
+def test_boxes_and_runs_are_small_values(make: Callable[[], object]) -> None:
+    one, other = make(), make()
+    assert one == other and len({one, other}) == 1
+    assert not hasattr(one, "__dict__"), "a plan has many"
+    for field in fields(one):  # type: ignore[arg-type]
+        with pytest.raises(FrozenInstanceError):
+            setattr(one, field.name, 0)
+
+
 @given(solid_shapes)
 def test_the_whole_lies_within_its_shape_and_in_none_that_is_smaller(
     shape: tuple[int, ...],
@@ -130,12 +142,14 @@ def test_runs_computed_by_hand() -> None:
     # A scalar is one run of one element; a box without elements has none.
     assert list(Box((), ()).runs(())) == [Run(0, 0, 1)]
     assert list(Box((2, 1), (0, 2)).runs((5, 4))) == []
+    assert list(Box((2, 1), (2, 0)).runs((5, 4))) == []
 
 
 def test_runs_of_sides_too_long_for_small_numbers() -> None:
     shape = (2, 300, 700)
-    runs = list(Box((0, 0, 699), (2, 300, 1)).runs(shape))
-    assert runs == [Run(row * 700 + 699, row, 1) for row in range(600)]
+    runs = list(Box((0, 5, 699), (2, 290, 1)).runs(shape))
+    rows = [*range(5, 295), *range(305, 595)]
+    assert runs == [Run(row * 700 + 699, local, 1) for local, row in enumerate(rows)]
     lengths = tuple(int(str(side)) for side in shape)  # equal, and other objects
     assert list(Box((0, 0, 0), lengths).runs(shape)) == [Run(0, 0, 420_000)]
 
@@ -282,6 +296,7 @@ def test_every_box_is_found_in_its_own_view(shape: tuple[int, ...]) -> None:
         ((4, 6), (4, 0), (6, 1), 2, Box((0, 2), (4, 0))),
         ((1, 3), (1, 0), (3, 1), 3, Box((0, 3), (1, 0))),
         ((1, 1, 3), (0,), (1,), 3, Box((0, 0, 3), (1, 1, 0))),
+        ((1, 3), (0, 3), (3, 1), 0, Box((0, 0), (0, 3))),
         # In a tensor without elements there is no box to find.
         ((0,), (0,), (1,), 0, None),
         ((3, 0), (3, 0), (1, 1), 0, None),
