@@ -32,7 +32,7 @@ class Case:
         fault: of these workers; None where the sender has it.
         sender: makes the sender have it.
         exact: the error names no other tensors.
-        limit: why no proof sees it; None of all that are seen.
+        canary: it is a canary that sees it, beside the proof of bytes.
     """
 
     title: str
@@ -42,7 +42,7 @@ class Case:
     fault: Mapping[str, Any] | None = None
     sender: Callable[[WeightSender], None] | None = None
     exact: bool = False
-    limit: str | None = None
+    canary: bool = False
 
 
 def _fed(title: str, fault: str, tensor: str, workers: tuple[int, ...] = EVERY, **a: Any) -> Case:
@@ -63,11 +63,6 @@ def _held(
 def _sent(title: str, name: str, workers: tuple[int, ...], act: Callable[..., None]) -> Case:
     """Something is wrong on the way from the source to the workers."""
     return Case(title, "transport", (name,), workers, None, act)
-
-
-def _unseen(title: str, act: Callable[..., None], why: str) -> Case:
-    """Something that no digest can see."""
-    return Case(title, "sender", (), (), None, act, limit=why)
 
 
 K_SCALE, BIAS = f"{ATTN}.k_scale", "layers.1.mlp.gate.bias"
@@ -227,9 +222,9 @@ CASES = (
     _sent("half of a tensor never reaches the arena", DOWN, (), senders.halved(DOWN)),
     Case("the new version is reported early", "engine", ("'the new one'",), (), None,
          senders.version_early),
-    # Known limits
-    _unseen("a tensor is read from where it was", senders.misread(WQ),
-            "the proof begins with the bytes that are read of the source"),
-    _unseen("prefixes of old weights are kept", senders.caches_kept,
-            "an engine that is asked to reset its caches is believed"),
+    Case("a tensor's memory is replaced before it is read", "sender", (WQ,), (), None,
+         senders.replaced(WQ)),
+    # Of no tensor: an engine that says that it has reset its caches. With a canary.
+    Case("prefixes of old weights are kept (canary)", "engine", ("token",), (), None,
+         senders.caches_kept, canary=True),
 )  # fmt: skip

@@ -21,17 +21,19 @@ import numpy as np
 import torch
 from catalogue import Case
 
-from weightsync import WeightSender
+from weightsync import Canary, WeightSender
 from weightsync.errors import EnginePoisoned, ProofFailed, ServedMismatch, WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.sources import StateDictSource
 from weightsync.testing.toy_checkpoint import checkpoint
 from weightsync.testing.toy_engine import ToyModelEngine
 from weightsync.testing.toy_faults import fingerprint, wire_sums
+from weightsync.testing.toy_model import ToyConfig, ToyModel
 
 __all__ = ["RIVALS", "Outcome", "Rig"]
 
 WORKERS = 2
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 RIVALS = ("sum", "xor", "xxh3", "first 5")
 SUM_TOLERANCE, FIRST_TOLERANCE = 1e-6, 0.002
 
@@ -89,6 +91,8 @@ class Rig:
         self.engine.set_faults(faults)
         if case is not None and case.sender is not None:
             case.sender(self.sender)
+        if case is not None and case.canary:
+            self.sender._canary = self._canary
         try:
             self.sender.sync(f"{self._seed}")
             outcome = Outcome(None)
@@ -100,8 +104,10 @@ class Rig:
                 (self.sender._outbox, "push"),
                 (self.engine, "reset_caches"),
                 (self.engine, "begin"),
+                (self.source, "pieces"),
             ):
                 vars(patched).pop(name, None)
+            self.sender._canary = None
         outcome.rivals = self._rivals(applied=not _stopped_before(outcome.error))
         self.engine.set_faults({})
         self._renew()
@@ -130,6 +136,16 @@ class Rig:
         if not any(name in text for name in case.names):
             found.append("the message names no tensor")
         return found
+
+    def _canary(self) -> Canary:
+        """What the trainer thinks of a prompt."""
+        model = ToyModel(ToyConfig())
+        model.load(self.weights.items())
+        logprobs = []
+        for length in range(1, len(PROMPT)):
+            after = model.logits(PROMPT[:length])[0].log_softmax(-1)
+            logprobs.append(float(after[PROMPT[length]]))
+        return Canary(PROMPT, logprobs, tolerance=1e-3)
 
     def _renew(self) -> None:
         """Another step of the trainer."""

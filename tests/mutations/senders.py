@@ -20,8 +20,8 @@ __all__ = [
     "halved",
     "lost",
     "misplaced",
-    "misread",
     "overtaken",
+    "replaced",
     "version_early",
     "words_swapped",
 ]
@@ -153,17 +153,22 @@ def halved(tensor: str) -> Fault:
     return _on_the_way(act)
 
 
-def misread(tensor: str) -> Fault:
-    """A tensor is read from memory that holds something else by now."""
+def replaced(tensor: str) -> Fault:
+    """The trainer gives a tensor other memory once the update was agreed on: what would be read
+    are old values."""
 
-    def act(sender: WeightSender, batch: Pieces, places: np.ndarray) -> tuple[Pieces, Any]:
-        here = batch.index == sender._source.manifest().index[tensor]
-        gone = np.full(int(batch.nbytes[here].max(initial=0)), 0x3C, np.uint8)
-        sender._gone = gone  # type: ignore[attr-defined]  # keeps it for as long as it is read
-        address = np.where(here, np.uint64(gone.ctypes.data), batch.address)
-        return replace(batch, address=address), places
+    def install(sender: WeightSender) -> None:
+        source: Any = sender._source
+        pieces = source.pieces
 
-    return _on_the_way(act)
+        def elsewhere(*args: Any, **kwargs: Any) -> Any:
+            weight = source._mapping[tensor]
+            weight.data = weight.data.clone()
+            return pieces(*args, **kwargs)
+
+        source.pieces = elsewhere
+
+    return install
 
 
 def caches_kept(sender: WeightSender) -> None:

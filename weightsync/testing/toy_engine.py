@@ -77,6 +77,16 @@ class ToyModelEngine(ToyEngine):
         logits: list[list[float]] = found[0]["logits"]
         return logits
 
+    def logprobs(self, prompt: Sequence[int], deadline: Deadline) -> list[float]:
+        """Of each token after the first, by the target."""
+        while self.is_paused(deadline):
+            deadline.rest(0.01, f"{self.name} to be resumed")
+        found = []
+        for length in range(1, len(prompt)):
+            after = torch.tensor(self.logits(prompt[:length])[0]).log_softmax(-1)
+            found.append(float(after[prompt[length]]))
+        return found
+
     def hashes(self) -> list[dict[str, str]]:
         """By worker: of every tensor of its model, loaded or not, derived or not."""
         return [answer["hashes"] for answer in self._ask("hashes")]
