@@ -313,10 +313,13 @@ class Flip:
         )
         for worker in self.workers:
             worker.is_now(poisoned=reason)
+        what, remedy = reason, "sync a full update: it cures the engine without a restart"
+        if isinstance(error, WeightSyncError) and error.remedy is not None:
+            what, remedy = error.what, f"{remedy}. If it fails again: {error.remedy}"
         return EnginePoisoned(
             f"{self.engine.name}: update {self._update_id} failed while it was applied; the engine "
-            f"may hold a mixture of versions and refuses requests. {reason}",
-            remedy="sync a full update: it cures the engine without a restart",
+            f"may hold a mixture of versions and refuses requests. {what}",
+            remedy=remedy,
         )
 
     @contextmanager
