@@ -31,7 +31,7 @@ compat: setup ## one live update on each supported vLLM release; makes their env
 matrix: setup ## every model family, in process, at TP=2 and over HTTP, by both ways in (25 minutes)
 	$(PYTHON_BIN) -m pytest -v -m matrix tests/matrix
 
-mutants: setup ## mutation testing of the pure modules, in a copy of the tree (X minutes)
+mutants: setup ## mutation testing of the pure modules, in a copy (10 minutes)
 	$(PYTHON_BIN) tests/mutants/run.py
 
 mutations: setup ## inject every fault of the catalogue into a sync; what sees it, as a table

@@ -254,16 +254,14 @@ def digest_bytes(buffer: Buffer, *, start: int = 0, seed: int) -> Digest:
     """
     if isinstance(buffer, np.ndarray):
         # Arrays are taken as they are: of extension dtypes (bfloat16) no memoryview can be had.
-        contiguous, size = buffer.flags.c_contiguous, buffer.nbytes
+        contiguous = buffer.flags.c_contiguous
     else:
         buffer = memoryview(buffer)
-        contiguous, size = buffer.c_contiguous, buffer.nbytes
+        contiguous = buffer.c_contiguous
     if not contiguous:
         raise ValueError("a digest is of row-major bytes: the buffer must be C-contiguous")
-    if size == 0:
-        return Digest(0, 0)
     if isinstance(buffer, np.ndarray):
-        flat = buffer.reshape(-1).view(np.uint8)
+        flat = buffer.ravel().view(np.uint8)
     else:
         flat = np.frombuffer(buffer, dtype=np.uint8)
     table = digest_spans([flat.ctypes.data], [flat.nbytes], [start], [seed])

@@ -245,8 +245,8 @@ def report(name: str, found: Mapping[Mutant, Outcome], seconds: float) -> bool:
 
 def main(names: Sequence[str]) -> int:
     names = names or sorted(path.stem for path in HERE.glob("*.toml"))
-    # As on an interrupt, the temporary directory is to go.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGINT, signal.SIGTERM):  # either way the temporary directory goes
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     good = True
     for name in names:
         started = time.monotonic()

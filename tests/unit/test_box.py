@@ -66,7 +66,8 @@ def all_boxes(shape: tuple[int, ...]) -> list[Box]:
 
 
 @pytest.mark.parametrize(
-    ("offsets", "lengths"), [((0,), (1, 2)), ((-1,), (1,)), ((0, 0), (1, -1)), ((), (1,))]
+    ("offsets", "lengths"),
+    [((0,), (1, 2)), ((0, 0), (1,)), ((-1,), (1,)), ((0, 0), (1, -1)), ((), (1,))],
 )
 def test_a_bad_box_cannot_exist(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     with pytest.raises(ManifestError):

@@ -15,7 +15,7 @@ from published_digest import (
     published_mix,
 )
 
-from weightsync import _native
+from weightsync import _native, digest
 from weightsync.digest import (
     Digest,
     copy_and_digest_spans,
@@ -65,10 +65,15 @@ def test_only_digests_are_added_to_digests() -> None:
             Digest(1, 2) + other  # type: ignore[operator]
 
 
-def test_digests_are_values() -> None:
+def test_digests_are_small_values() -> None:
     assert len({Digest(1, 2), Digest(1, 2), Digest(2, 1)}) == 2
+    assert not hasattr(Digest(1, 2), "__dict__"), "a model has many"
     with pytest.raises(AttributeError):
         Digest(1, 2).first = 3  # type: ignore[misc]
+
+
+def test_what_only_type_checkers_need_is_not_imported() -> None:
+    assert not hasattr(digest, "Buffer"), "typing_extensions is no requirement of this package"
 
 
 # --- the reference -------------------------------------------------------------------------------
@@ -113,11 +118,20 @@ def test_the_sums_of_the_reference_wrap_where_the_bytes_are_counted(which: int) 
 # --- identities and seeds ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", [(1, 0, 1), (1, 1, 0), (0, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize("counts", [(1, 0, 1), (1, 1, 0), (0, 1, 1), (2, 1, 1), (1, 1, 2)])
 def test_a_tensor_has_a_name_a_dtype_and_a_shape(counts: tuple[int, int, int]) -> None:
     names, dtypes, shapes = counts
     with pytest.raises(ValueError, match="as many names as dtypes and shapes"):
         tensor_identities(["a"] * names, ["F32"] * dtypes, [[1]] * shapes)
+
+
+def test_many_tensors_have_as_many_identities() -> None:
+    names = [f"layers.{number}" for number in range(300)]
+    identities = tensor_identities(names, ["F32"] * 300, [[number] for number in range(300)])
+    assert identities.shape == (300, 2) and len(np.unique(identities)) == 600
+    assert (
+        identities[299].tolist() == tensor_identities(["layers.299"], ["F32"], [[299]])[0].tolist()
+    )
 
 
 def test_sides_may_be_zero_and_not_less() -> None:
@@ -216,6 +230,13 @@ def test_as_many_digests_as_the_highest_index_asks_for() -> None:
             assert not table[:index].any()
         assert call([at], *to, [8], [0], [SEED], [1], 5).shape == (5, 2)
         assert call([], *([],) * copy, [], [], [], n_out=0).shape == (0, 2)
+
+
+def test_buffers_without_bytes_have_the_digest_of_nothing() -> None:
+    for buffer in (b"", bytearray(), memoryview(b""), np.empty((0, 3)), np.empty((3, 0), np.int8)):
+        assert digest_bytes(buffer, start=5, seed=SEED) == Digest(0, 0)
+    with pytest.raises(ValueError, match="starts"):
+        digest_bytes(b"", start=-1, seed=SEED)
 
 
 def test_whole_tensors_are_spans_from_their_first_byte() -> None:
