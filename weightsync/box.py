@@ -143,9 +143,7 @@ def box_of_view(
     for side, stride in zip(view_shape, view_stride, strict=True):
         if side == 1:
             continue
-        found = next(
-            (d for d in range(last + 1, len(shape)) if strides[d] == stride and shape[d] > 1), None
-        )
+        found = next((d for d in range(last + 1, len(shape)) if strides[d] == stride), None)
         if found is None:
             return None
         lengths[found] = side

@@ -104,6 +104,8 @@ class Flip:
         self._clock = _Clock()
         self._started = self._paused_seconds = 0.0
         self._ours = self._was_paused = self._holds = False
+        self._reported: str | None = None
+        """The version that the engine reported before."""
         self._runs = False
         """It was resumed before its version counts: requests have taken steps with new weights."""
         self._reports: Sequence[Applied] = ()
@@ -119,6 +121,7 @@ class Flip:
         try:
             # A pause that somebody else asked for stays; one that a failed update left is ours.
             self._was_paused = engine.is_paused(deadline)
+            self._reported = engine.version(deadline)
             self._ours = not self._was_paused or any(w.status.holds_pause for w in workers)
             if self._canary is not None and not self._ours:
                 raise UpdateRefused(
@@ -215,6 +218,13 @@ class Flip:
             settling.still_ours(workers)
             with self._clock.measure("finish"):
                 engine.finish(deadline)
+            reported = engine.version(deadline)
+            if reported != self._reported:
+                raise WeightSyncError(
+                    f"{engine.name} reports version {reported!r} before it was told to, and "
+                    f"reported {self._reported!r} before this update",
+                    remedy="let nothing but this sender set the version while an update is applied",
+                )
             with self._clock.measure("reset"):
                 # Requests that were frozen hold what the old weights computed, whoever froze them.
                 recompute = self._was_paused or self._pause == "keep"
@@ -303,10 +313,13 @@ class Flip:
         )
         for worker in self.workers:
             worker.is_now(poisoned=reason)
+        what, remedy = reason, "sync a full update: it cures the engine without a restart"
+        if isinstance(error, WeightSyncError) and error.remedy is not None:
+            what, remedy = error.what, f"{remedy}. If it fails again: {error.remedy}"
         return EnginePoisoned(
             f"{self.engine.name}: update {self._update_id} failed while it was applied; the engine "
-            f"may hold a mixture of versions and refuses requests. {reason}",
-            remedy="sync a full update: it cures the engine without a restart",
+            f"may hold a mixture of versions and refuses requests. {what}",
+            remedy=remedy,
         )
 
     @contextmanager

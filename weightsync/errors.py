@@ -73,11 +73,13 @@ class WeightSyncError(Exception):
     """Base of all errors that weightsync raises on purpose.
 
     Attributes:
+        what: what happened, without what to do about it.
         remedy: what the caller can do about it, or None.
     """
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message if remedy is None else f"{message}\nWhat to do: {remedy}")
+        self.what = message
         self.remedy = remedy
 
 

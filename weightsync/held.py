@@ -158,7 +158,8 @@ class HeldCopies:
         skip: names of parameters that are read another way.
 
     Attributes:
-        holdings: k places, by position in the manifest; no two are the same.
+        places: k of them, by position in the manifest; no two are the same.
+        holdings: what they hold.
         unproven: ``(position, why)`` of tensors that are not, or not wholly, held as they are.
         unread: by number of the holding, why the last `digest` could not read it.
         faults: what the last `digest` found wrong with the model's parameters, each named once.
@@ -172,8 +173,8 @@ class HeldCopies:
         *,
         skip: Collection[str] = (),
     ) -> None:
-        self._places, self.unproven = places(manifest, trace, skip=skip)
-        self.holdings = tuple(place.holding for place in self._places)
+        self.places, self.unproven = places(manifest, trace, skip=skip)
+        self.holdings = tuple(place.holding for place in self.places)
         self.unread: dict[int, str] = {}
         self.faults: tuple[Problem, ...] = ()
         self._parameters = parameters
@@ -200,7 +201,7 @@ class HeldCopies:
         self.unread = {}
         faults: dict[str, Problem] = {}
         regions = []
-        for number, place in enumerate(self._places):
+        for number, place in enumerate(self.places):
             name = place.holding.holder
             region = _located(number, place, tensors[name])
             if isinstance(region, Problem):
@@ -209,7 +210,7 @@ class HeldCopies:
             else:
                 regions.append(region)
         self.faults = tuple(faults.values())
-        self._table = RegionTable(regions, len(self._places))
+        self._table = RegionTable(regions, len(self.places))
 
 
 def _unproven(copy: Copy, shape: tuple[int, ...]) -> str | None:

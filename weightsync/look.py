@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from weightsync.canary import Canary, CanaryMaker, check_canary, make_canary
 from weightsync.commit import Flipped
-from weightsync.control import Listener, Worker, ask_all, close_all, gather
+from weightsync.control import Worker, ask_all, close_all, gather
 from weightsync.deadline import Deadline
 from weightsync.digest import derive_seeds, digest_spans
 from weightsync.engines.base import Engine
 from weightsync.errors import Problem, ServedMismatch, UpdateRefused, WeightSyncError
 from weightsync.evidence import SourceEvidence
+from weightsync.listener import Listener
 from weightsync.manifest import Manifest
 from weightsync.messages import Ack, Described, Held, Inspect
 from weightsync.plan.match import check_descriptions, tied_apart

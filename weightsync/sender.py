@@ -16,6 +16,7 @@ from typing import Literal, Self
 import msgspec
 
 from weightsync.agreement import Agreement
+from weightsync.arguments import check_arguments, check_pause, label_of
 from weightsync.canary import CanaryMaker
 from weightsync.commit import Flipped
 from weightsync.control import ask_all
@@ -39,7 +40,6 @@ from weightsync.rollback import Keeper
 from weightsync.roster import Roster
 from weightsync.sources.base import Source
 from weightsync.streaming import Flips
-from weightsync.transport.ring import STREAM_CHUNK_LIMIT
 
 __all__ = ["Rollback", "StagedUpdate", "WeightSender"]
 
@@ -47,8 +47,6 @@ Rollback = Literal["none", "retain"]
 """What becomes of an engine that fails while it applies an update: it refuses to serve until a full
 update cures it; or it gets back the version before, which costs its memory once more."""
 
-PROOFS: tuple[ProofLevel, ...] = ("served", "received", "canary", "off")
-STAGED_CHUNK_LIMIT = 1 << 30
 ABORT_SECONDS = 10.0
 """What giving an update up may take before the sender hangs up instead, which says the same."""
 
@@ -146,7 +144,7 @@ class WeightSender:
         on_receipt: Callable[[Receipt], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        _check_arguments(proof, canary, mode, rollback, bucket_bytes, deadline)
+        check_arguments(proof, canary, mode, rollback, bucket_bytes, deadline)
         self._source = source
         self._roster = Roster(tuple(engines))
         self._proof: ProofLevel = proof
@@ -208,7 +206,7 @@ class WeightSender:
             ReceiptNotWritten: all went well, but the receipt is not in the log.
             Superseded: a newer sender has taken over.
         """
-        _check_pause(pause)
+        check_pause(pause)
         if self._mode == "streamed":
             return self._stream(version, only, pause)
         staged = self.stage(version, only=only)
@@ -258,7 +256,7 @@ class WeightSender:
                 "back to",
                 remedy="leave `only` out, or create the sender without rollback='retain'",
             )
-        label = _label(version)
+        label = label_of(version)
         started = time.perf_counter()
         try:
             agreed = self._agreement.reach(self._source, only, deadline)
@@ -281,7 +279,7 @@ class WeightSender:
     def _commit(self, delivery: Delivery, pause: PauseMode) -> Receipt:
         if self._staged is not delivery:
             raise UpdateRefused(f"update {delivery.update_id} is not staged any more")
-        _check_pause(pause)
+        check_pause(pause)
         started = time.perf_counter()
         deadline = Deadline.after(self._seconds)
         self._staged = None
@@ -298,7 +296,7 @@ class WeightSender:
         return self._hand_out(delivery.receipt(self._mode, flipped))
 
     def _stream(self, version: int | str, only: Sequence[str] | None, pause: PauseMode) -> Receipt:
-        _check_pause(pause)
+        check_pause(pause)
         deadline = Deadline.after(self._seconds)
         delivery = self._announce(version, only, deadline)
         started = time.perf_counter()
@@ -355,54 +353,3 @@ def _name_succeeded(error: BaseException) -> None:
         error.succeeded = tuple(
             one.receipt if isinstance(one, Flipped) else one for one in error.succeeded
         )
-
-
-def _check_arguments(
-    proof: str,
-    canary: CanaryMaker | None,
-    mode: str,
-    rollback: str,
-    bucket_bytes: int | None,
-    deadline: float,
-) -> None:
-    if proof not in PROOFS:
-        raise UpdateRefused(f"proof is {' or '.join(map(repr, PROOFS))}, got {proof!r}")
-    if proof == "canary" and canary is None:
-        raise UpdateRefused(
-            "proof='canary' was asked for without one",
-            remedy="pass canary=, a callable that returns a weightsync.Canary",
-        )
-    if mode not in ("staged", "streamed"):
-        raise UpdateRefused(f"mode is 'staged' or 'streamed', got {mode!r}")
-    if rollback not in ("none", "retain"):
-        raise UpdateRefused(f"rollback is 'none' or 'retain', got {rollback!r}")
-    if mode == "streamed" and rollback == "retain":
-        raise UpdateRefused(
-            "a streamed update is nowhere kept, so that there is nothing to go back to",
-            remedy="use mode='staged' with rollback='retain'",
-        )
-    most = STREAM_CHUNK_LIMIT if mode == "streamed" else STAGED_CHUNK_LIMIT
-    if bucket_bytes is not None and not (
-        isinstance(bucket_bytes, int) and 64 <= bucket_bytes <= most and bucket_bytes % 64 == 0
-    ):
-        raise UpdateRefused(
-            f"bucket_bytes of a {mode} update is a multiple of 64 up to {most}, got {bucket_bytes}"
-        )
-    if not isinstance(deadline, int | float) or not deadline > 0:
-        raise UpdateRefused(f"a deadline is a positive number of seconds, got {deadline}")
-
-
-def _label(version: int | str) -> str:
-    label = str(version)
-    try:
-        label.encode()
-    except UnicodeEncodeError as error:
-        raise UpdateRefused(f"the version {label!r} is no Unicode text") from error
-    if not label or len(label) > 256:
-        raise UpdateRefused(f"a version has 1 to 256 characters, got {len(label)}")
-    return label
-
-
-def _check_pause(pause: str) -> None:
-    if pause not in ("keep", "wait", "abort"):
-        raise UpdateRefused(f"pause is 'keep', 'wait' or 'abort', got {pause!r}")

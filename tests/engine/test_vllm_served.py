@@ -463,6 +463,31 @@ def test_a_part_of_a_model_is_read_back_alone() -> None:
         assert len(looked.against("B").wrong) == len(chosen)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_odd_values_of_a_trainer_are_proven_as_far_as_they_can_be(dtype: str) -> None:
+    """What a product cannot give back is no reason to refuse it; what lies open is told bit for
+    bit."""
+    with served("qwen3_moe", dtype=dtype) as engine:
+        looked = Looked(engine)
+        state = {name: tensor.clone() for name, tensor in looked.tensors("B").items()}
+        tiny = torch.finfo(engine.dtype).tiny
+        zeros, infinite = (f"model.layers.{n}.self_attn.o_proj.weight" for n in (0, 1))
+        state[zeros][0, :3] = torch.tensor([-0.0, tiny / 4, -tiny / 4]).to(engine.dtype)
+        state[infinite][3, 5] = -torch.inf
+        for name in ("model.norm.weight", "model.layers.0.mlp.experts.3.up_proj.weight"):
+            flip(state[name], 7, bit=1)
+            state[name].view(-1)[9:11] = torch.tensor([torch.nan, -0.0]).to(engine.dtype)
+        with ws.WeightSender(ws.StateDictSource(state), [ws.engine(engine.llm)]) as sender:
+            receipt = sender.sync("odd")
+        (worker,) = receipt.engines[0].workers
+        assert worker.proof is not None and worker.proof.unproven.keys() == {infinite}
+        assert receipt.levels["served"].tensors == len(state) - 1
+        found = looked.against(state)
+        assert found.unread == {infinite: probe.NOT_FINITE} and not found.wrong
+        state[zeros][0, 0] = tiny
+        assert looked.against(state).wrong.keys() == {zeros}
+
+
 def test_padding_of_a_vocabulary_is_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -609,3 +634,25 @@ def test_a_kernel_that_does_not_give_back_what_it_packed_is_found_out() -> None:
 
     assert "does not give back" in (probe.inexact(Rounding, (64, 32), torch.float32) or "")
     assert "no such kernel" in (probe.inexact(Broken, (64, 32), torch.float32) or "")
+
+
+def test_the_example_finds_what_vllms_own_reload_leaves_stale() -> None:
+    script = Path(__file__).parents[2] / "examples" / "find_silent_corruption.py"
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert [line for line in ran.stdout.splitlines() if line.startswith(("qwen", "    model"))] == [
+        "qwen2_tied: vLLM's own reload raised nothing",
+        "qwen2_tied: but 1 of 26 tensors are not the checkpoint's:",
+        "    model.embed_tokens.weight, held at lm_head.cpu_linear, [0:512, 0:128]",
+        "qwen2_tied: synced, 1.4 MB proven as 'served'",
+        "qwen3_moe: vLLM's own reload raised nothing",
+        "qwen3_moe: but 48 of 69 tensors are not the checkpoint's:",
+        *(
+            f"    model.layers.0.mlp.experts.{expert}.down_proj.weight, held at "
+            "model.layers.0.mlp.experts.routed_experts.w2_weight, [0:128, 0:64]"
+            for expert in range(3)
+        ),
+        "qwen3_moe: synced, 2.5 MB proven as 'served'",
+    ]

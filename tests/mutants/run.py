@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -23,14 +24,17 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 COPIED = ("pyproject.toml", "weightsync", "tests")
 FLOOR = 90  # percent
+# How an output ends where tests were run: as pytest ended, or by cosmic-ray's own time limit.
+ENDED = re.compile(r"(?:^|\n)(?:exit status (?P<status>-?\d+)|timeout)\s*$")
 
 
 class Failed(Exception):
@@ -72,6 +76,7 @@ class Copy:
             "PYTHONPATH": os.pathsep.join([str(self.path), *libraries]),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
         }
 
     @classmethod
@@ -97,6 +102,25 @@ class Copy:
             timeout=seconds,
             check=False,
         )
+
+    @contextmanager
+    def warm(self) -> Iterator[None]:
+        """The process that runs the tests of all mutants (see warm.py)."""
+        server = subprocess.Popen(
+            ["python", "-S", "tests/mutants/warm.py", "serve"],
+            cwd=self.path,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with server:
+            try:
+                if server.stdout.readline() != "ready\n":
+                    raise Failed("the process that runs the tests did not start")
+                yield
+            finally:
+                server.kill()
 
     def cosmic_ray(self, *arguments: str, seconds: float = 120) -> str:
         command = [sys.executable, "-m", "cosmic_ray.cli", *arguments]
@@ -131,31 +155,53 @@ def mutated(copy: Copy, name: str) -> dict[Mutant, Outcome]:
     """All mutants of one configuration, each tested."""
     config, session = f"tests/mutants/{name}.toml", f"{name}.sqlite"
     settings = tomllib.loads((copy.path / config).read_text())["cosmic-ray"]
-    check_what_is_tested(copy, copy.path / settings["module-path"], settings["test-command"])
     copy.cosmic_ray("init", config, session)
     count = len(copy.cosmic_ray("dump", session).splitlines())
     print(f"{settings['module-path']}: {count} mutants", flush=True)
-    copy.cosmic_ray("exec", config, session, seconds=count * (settings["timeout"] + 1))
+    with copy.warm():
+        check_what_is_tested(copy, copy.path / settings["module-path"], settings["test-command"])
+        copy.cosmic_ray("exec", config, session, seconds=count * (settings["timeout"] + 1))
+    return outcomes(copy.cosmic_ray("dump", session))
+
+
+def outcomes(dump: str) -> dict[Mutant, Outcome]:
+    """What came of each mutant of a finished session.
+
+    Raises:
+        Failed: one was not tested.
+    """
     found: dict[Mutant, Outcome] = {}
-    for line in copy.cosmic_ray("dump", session).splitlines():
-        item, result = json.loads(line)
+    tested = [json.loads(line) for line in dump.splitlines()]
+    for item, result in sorted(tested, key=lambda one: one[0]["mutations"][0]["occurrence"]):
         (mutation,) = item["mutations"]
         if result is None or result["worker_outcome"] != "normal":
             raise Failed(f"a mutant was not tested: {mutation}: {result}")
-        mutant = Mutant(mutation["definition_name"] or "", *changed_lines(result["diff"]))
-        outcome = Outcome(result["test_outcome"] == "killed", result["output"] == "timeout")
-        if mutant in found:
-            raise Failed(f"two mutants that read alike:\n{mutant}")
-        found[mutant] = outcome
+        function = mutation["definition_name"] or decorated(result["diff"])
+        mutant = Mutant(function, *changed_lines(result["diff"]))
+        while mutant in found:  # the same line twice in one function
+            mutant = replace(mutant, function=f"{mutant.function}, again")
+        ended = ENDED.search(result["output"])
+        if ended is None:
+            raise Failed(f"no test was run for a mutant {mutant}\n{result['output']}")
+        slow = ended["status"] in (None, str(-signal.SIGXCPU)) or "Timeout (>" in result["output"]
+        found[mutant] = Outcome(result["test_outcome"] == "killed", slow)
     return found
+
+
+def decorated(diff: str) -> str:
+    """The class or function that follows what is changed, as after a decorator; else ""."""
+    below = re.split(r"^[+-].*\n", diff, flags=re.MULTILINE)[-1]
+    following = re.search(r"^ \s*(?:class|def) (\w+)", below, re.MULTILINE)
+    return following[1] if following else ""
 
 
 def changed_lines(diff: str) -> tuple[str, str]:
     """The lines that a unified diff takes away and brings, each side stripped and joined."""
     lines = [line for line in diff.splitlines() if not line.startswith(("---", "+++"))]
-    return tuple(  # type: ignore[return-value]
+    before, after = (
         " ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"
     )
+    return before.strip(), after.strip()
 
 
 def declared_equivalent(name: str) -> list[Mutant]:

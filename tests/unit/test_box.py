@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
 
 import numpy as np
 import pytest
@@ -48,6 +50,18 @@ def numbered(shape: tuple[int, ...]) -> np.ndarray:
     return np.arange(math.prod(shape)).reshape(shape)
 
 
+SMALL = [(), (1,), (4,), (1, 3), (3, 1), (2, 3), (3, 2), (2, 2), (1, 2, 1), (2, 1, 3), (2, 2, 2)]
+
+
+def all_boxes(shape: tuple[int, ...]) -> list[Box]:
+    """Every box with elements in a tensor of that shape."""
+    parts = [[(o, n) for o in range(side) for n in range(1, side - o + 1)] for side in shape]
+    return [
+        Box(tuple(o for o, _ in chosen), tuple(n for _, n in chosen))
+        for chosen in itertools.product(*parts)
+    ]
+
+
 # Boxes by themselves
 
 
@@ -59,6 +73,16 @@ def test_a_bad_box_cannot_exist(offsets: tuple[int, ...], lengths: tuple[int, ..
         Box(offsets, lengths)
 
 
+@pytest.mark.parametrize("make", [lambda: Box((1, 2), (3, 4)), lambda: Run(1, 2, 3)])
+def test_boxes_and_runs_are_small_values(make: Callable[[], object]) -> None:
+    one, other = make(), make()
+    assert one == other and len({one, other}) == 1
+    assert not hasattr(one, "__dict__"), "a plan has many"
+    for field in fields(one):  # type: ignore[arg-type]
+        with pytest.raises(FrozenInstanceError):
+            setattr(one, field.name, 0)
+
+
 @given(solid_shapes)
 def test_the_whole_lies_within_its_shape_and_in_none_that_is_smaller(
     shape: tuple[int, ...],
@@ -68,6 +92,19 @@ def test_the_whole_lies_within_its_shape_and_in_none_that_is_smaller(
     assert not whole.within((*shape, 1))
     for d in range(len(shape)):
         assert not whole.within((*shape[:d], shape[d] - 1, *shape[d + 1 :]))
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_runs_of_every_box_are_the_longest_that_show_its_elements(shape: tuple[int, ...]) -> None:
+    whole = numbered(shape)
+    for box in all_boxes(shape):
+        expected = whole[slices(box)].reshape(-1).tolist()
+        runs = list(box.runs(shape))
+        shown = [list(range(run.start, run.start + run.length)) for run in runs]
+        assert list(itertools.chain(*shown)) == expected
+        assert [run.local for run in runs] == [0, *itertools.accumulate(map(len, shown))][:-1]
+        breaks = sum(after != before + 1 for before, after in itertools.pairwise(expected))
+        assert len(runs) == breaks + 1
 
 
 @given(shape_and_boxes(1))
@@ -105,12 +142,14 @@ def test_runs_computed_by_hand() -> None:
     # A scalar is one run of one element; a box without elements has none.
     assert list(Box((), ()).runs(())) == [Run(0, 0, 1)]
     assert list(Box((2, 1), (0, 2)).runs((5, 4))) == []
+    assert list(Box((2, 1), (2, 0)).runs((5, 4))) == []
 
 
 def test_runs_of_sides_too_long_for_small_numbers() -> None:
     shape = (2, 300, 700)
-    runs = list(Box((0, 0, 699), (2, 300, 1)).runs(shape))
-    assert runs == [Run(row * 700 + 699, row, 1) for row in range(600)]
+    runs = list(Box((0, 5, 699), (2, 290, 1)).runs(shape))
+    rows = [*range(5, 295), *range(305, 595)]
+    assert runs == [Run(row * 700 + 699, local, 1) for local, row in enumerate(rows)]
     lengths = tuple(int(str(side)) for side in shape)  # equal, and other objects
     assert list(Box((0, 0, 0), lengths).runs(shape)) == [Run(0, 0, 420_000)]
 
@@ -134,6 +173,33 @@ def test_intersection_is_that_of_the_masks(case: tuple[tuple[int, ...], list[Box
         assert common.numel and np.array_equal(mask(common, shape), both)
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (1, 2, 2)], ids=str)
+def test_pairs_of_boxes_meet_where_their_elements_do(shape: tuple[int, ...]) -> None:
+    """Every pair: what they have in common, how many elements both have, whether they tile."""
+    whole = numbered(shape)
+    held = {box: frozenset(whole[slices(box)].reshape(-1).tolist()) for box in all_boxes(shape)}
+    by_elements = {elements: box for box, elements in held.items()}
+    for a, b in itertools.product(held, repeat=2):
+        assert a.intersect(b) == by_elements.get(held[a] & held[b])
+        assert union_numel([a, b]) == len(held[a] | held[b])
+        tiled = not held[a] & held[b] and len(held[a] | held[b]) == whole.size
+        assert tiles_exactly([a, b], shape) == tiled
+
+
+def test_intersections_computed_by_hand() -> None:
+    a = Box((2, 10), (4, 20))
+    assert a.intersect(a) == a
+    assert a.intersect(Box((3, 5), (9, 10))) == Box((3, 10), (3, 5))
+    assert a.intersect(Box((0, 29), (3, 9))) == Box((2, 29), (1, 1))
+    # They touch along a side, or at a corner.
+    assert a.intersect(Box((6, 10), (4, 20))) is None
+    assert a.intersect(Box((2, 0), (4, 10))) is None
+    assert a.intersect(Box((6, 30), (1, 1))) is None
+    # Without elements there is nothing in common, also in the midst of the other.
+    assert a.intersect(Box((3, 15), (0, 2))) is None
+    assert a.intersect(Box((3, 15), (2, 0))) is None
+
+
 def test_boxes_of_different_rank_do_not_meet() -> None:
     one, two = Box((0,), (1,)), Box((0, 0), (1, 1))
     for a, b in ((one, two), (two, one)):
@@ -147,9 +213,6 @@ def test_boxes_of_different_rank_do_not_meet() -> None:
 # Views: torch's own are in test_box_views.py
 
 
-SMALL = [(), (1,), (5,), (1, 3), (3, 1), (2, 3), (3, 3), (1, 2, 1), (2, 1, 3), (2, 2, 2), (2, 3, 2)]
-
-
 def elements(
     sides: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -159,15 +222,6 @@ def elements(
         for index in itertools.product(*map(range, sides))
     ]
     return tuple(side for side in sides if side != 1), tuple(at)
-
-
-def all_boxes(shape: tuple[int, ...]) -> list[Box]:
-    """Every box with elements in a tensor of that shape."""
-    parts = [[(o, n) for o in range(side) for n in range(1, side - o + 1)] for side in shape]
-    return [
-        Box(tuple(o for o, _ in chosen), tuple(n for _, n in chosen))
-        for chosen in itertools.product(*parts)
-    ]
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=str)
@@ -242,6 +296,7 @@ def test_every_box_is_found_in_its_own_view(shape: tuple[int, ...]) -> None:
         ((4, 6), (4, 0), (6, 1), 2, Box((0, 2), (4, 0))),
         ((1, 3), (1, 0), (3, 1), 3, Box((0, 3), (1, 0))),
         ((1, 1, 3), (0,), (1,), 3, Box((0, 0, 3), (1, 1, 0))),
+        ((1, 3), (0, 3), (3, 1), 0, Box((0, 0), (0, 3))),
         # In a tensor without elements there is no box to find.
         ((0,), (0,), (1,), 0, None),
         ((3, 0), (3, 0), (1, 1), 0, None),

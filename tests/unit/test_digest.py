@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from published_digest import U64_MAX, published_count, published_key
 
 from weightsync import _native
 from weightsync.digest import (
@@ -23,7 +24,6 @@ from weightsync.digest import (
     tensor_identities,
 )
 
-U64_MAX = 2**64 - 1
 SEED = 0x0123456789ABCDEF
 ISAS = [pytest.param(isa, id=_native.isa_name(isa)) for isa in range(_native.isa() + 1)]
 
@@ -51,23 +51,6 @@ def as_digest(table: NDArray[np.uint64], row: int = 0) -> Digest:
 
 def rows(*values: tuple[int, ...]) -> NDArray[np.uint64]:
     return np.array(values, dtype=np.uint64)
-
-
-def published_key(index: int, seed: int) -> tuple[int, int]:
-    """k0 and k1 of a word, in Python's own integers."""
-    k = (index + seed) & U64_MAX
-    k ^= k >> 32
-    k = k * 0xD6E8FEB86659FD93 & U64_MAX
-    k ^= k >> 32
-    k = k * 0xD6E8FEB86659FD93 & U64_MAX
-    k ^= k >> 32
-    return (k & 0xFFFFFFFF) | 1, k >> 32
-
-
-def published_count(nbytes: int, seed: int) -> Digest:
-    """What the number of bytes adds."""
-    k0, k1 = published_key(U64_MAX, seed)
-    return Digest(nbytes * k0 & U64_MAX, nbytes * k1 & U64_MAX)
 
 
 def box_spans(

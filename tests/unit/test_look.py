@@ -14,7 +14,7 @@ import torch
 from toys import SHAPES, as_hex, canary_of, tensors
 
 from weightsync import Canary, StateDictSource, WeightSender, prove
-from weightsync.control import Listener, ask_all, close_all, gather
+from weightsync.control import ask_all, close_all, gather
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     CanaryFailed,
@@ -27,6 +27,7 @@ from weightsync.errors import (
     TransportError,
     UpdateRefused,
 )
+from weightsync.listener import Listener
 from weightsync.manifest import Manifest
 from weightsync.messages import Ack, Begin, Described, Digests, Follow, Inspect
 from weightsync.receipt import Receipt
@@ -217,6 +218,24 @@ def test_what_cannot_be_read_is_an_error_that_says_so(engine: ToyEngine) -> None
         looked(engine)
     engine.set_faults({})
     looked(engine)
+
+
+def test_what_cannot_be_read_back_is_proven_by_an_update_and_not_by_a_look(
+    engine: ToyEngine,
+) -> None:
+    """To whom only looks, nothing was handed that could have been digested."""
+    engine.set_faults({1: {"unreadable": {"head.weight": "it is packed"}}})
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        sent = sender.sync(1)
+    others = len(SHAPES) - 1
+    assert {k: v.tensors for k, v in sent.levels.items()} == {"served": others, "received": 1}
+    for canary, level in ((None, "off"), (canary_of(tensors(1), PROMPT), "canary")):
+        receipt = looked(engine, 1, canary=canary)
+        assert {k: v.tensors for k, v in receipt.levels.items()} == {"served": others, level: 1}
+        assert receipt.proven == level
+    for one in (sent, receipt):
+        unproven = [worker.proof.unproven for worker in one.engines[0].workers]
+        assert unproven == [{}, {"head.weight": "it is packed"}]
 
 
 def test_of_two_engines_both_are_looked_at_and_all_that_differ_are_named() -> None:

@@ -6,16 +6,20 @@ was freshly started with the same weights.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from weightsync import WeightSender
-from weightsync.errors import EnginePoisoned, PlanRefused, UpdateRefused
+from weightsync.deadline import Deadline
+from weightsync.errors import EnginePoisoned, PlanRefused, UpdateRefused, WeightSyncError
 from weightsync.sources import StateDictSource
+from weightsync.testing.toy_checkpoint import ToyConfig, checkpoint
 from weightsync.testing.toy_engine import ToyModelEngine
-from weightsync.testing.toy_model import ToyConfig, ToyModel, checkpoint, plain_tensors
+from weightsync.testing.toy_model import ToyModel, plain_tensors
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 KINDS = [
@@ -143,6 +147,32 @@ def test_a_declared_part_leaves_the_rest_and_finalizes_only_what_it_goes_to() ->
             assert golden(engine) == golden(other)
         with pytest.raises(PlanRefused, match="experts"):
             to.sync(2, only=["layers.1.mlp.experts.0.*"])
+
+
+def test_a_worker_that_is_late_is_waited_for(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    late = {1: {"fault": "waits", "path": str(gate)}}
+    with (
+        ToyModelEngine(checkpoint(1), workers=2, faults=late) as engine,
+        sender(engine, checkpoint(2)) as to,
+    ):
+        opener = threading.Timer(0.5, gate.touch)
+        opener.start()
+        to.sync(1)
+        assert gate.exists(), "sync returned before the second worker had loaded"
+        opener.join()
+        assert golden(engine) == fresh(2, 2)
+
+
+@pytest.mark.parametrize("moment", ["follow", "apply", "after_apply"])
+def test_a_worker_that_dies_fails_the_update_and_is_named(moment: str) -> None:
+    with (
+        ToyModelEngine(checkpoint(1), workers=2, faults={1: {"kills_at": moment}}) as engine,
+        sender(engine, checkpoint(2)) as to,
+    ):
+        with pytest.raises(WeightSyncError, match="toy, worker 1"):
+            to.sync(1)
+        assert engine.version(Deadline.after(5)) is None
 
 
 def test_names_that_the_model_lacks_and_tensors_that_are_missing_are_refused() -> None:

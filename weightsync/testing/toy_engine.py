@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from weightsync.deadline import Deadline
 from weightsync.errors import UpdateRefused
 from weightsync.testing.toy import Faults, ToyEngine
-from weightsync.testing.toy_model import ToyConfig
+from weightsync.testing.toy_checkpoint import ToyConfig
 
 __all__ = ["ToyModelEngine"]
 
@@ -76,6 +76,16 @@ class ToyModelEngine(ToyEngine):
                 raise UpdateRefused(f"{self.name} serves nothing: {answer['refused']}")
         logits: list[list[float]] = found[0]["logits"]
         return logits
+
+    def logprobs(self, prompt: Sequence[int], deadline: Deadline) -> list[float]:
+        """Of each token after the first, by the target."""
+        while self.is_paused(deadline):
+            deadline.rest(0.01, f"{self.name} to be resumed")
+        found = []
+        for length in range(1, len(prompt)):
+            after = torch.tensor(self.logits(prompt[:length])[0]).log_softmax(-1)
+            found.append(float(after[prompt[length]]))
+        return found
 
     def hashes(self) -> list[dict[str, str]]:
         """By worker: of every tensor of its model, loaded or not, derived or not."""

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from weightsync.testing.toy_checkpoint import ToyConfig
 from weightsync.testing.toy_faults import FaultyToyTarget
 from weightsync.testing.toy_layers import Ranks
-from weightsync.testing.toy_model import ToyConfig, ToyModel
+from weightsync.testing.toy_model import ToyModel
 from weightsync.testing.toy_worker import Call, FaultyReceiver, hexed, serve
 
 __all__ = ["main"]

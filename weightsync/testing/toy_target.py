@@ -201,8 +201,9 @@ class ToyTarget:
         state = self.model.state()
         found: dict[str, torch.Tensor] = {}
         for name, known in boxes.items():
-            if known and state[name].dim() == len(known[0].offsets):
-                found.update(pads(name, state[name], known))
+            tensor = state.get(name)
+            if known and tensor is not None and tensor.dim() == len(known[0].offsets):
+                found.update(pads(name, tensor, known))
         return found
 
     def _others(self, trace: Trace, boxes: Mapping[str, object]) -> dict[str, torch.Tensor]:

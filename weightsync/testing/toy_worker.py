@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from weightsync.module_target import ModuleTarget
 from weightsync.receiver import Receiver
 from weightsync.session import Session
 from weightsync.staging import Incoming
-from weightsync.target import ApplyReport, Served, StagedWeights, torch_dtype
+from weightsync.target import ApplyReport, Description, Served, StagedWeights, torch_dtype
 from weightsync.testing.toy_logprobs import bias_of
 
 __all__ = [
@@ -50,6 +51,7 @@ class FaultyTarget(ModuleTarget):
         spoils: name of a parameter of which a bit is flipped after each update, once it was applied
         spoils_once: the same, after the next update alone
         serves: {name of a parameter: value} that its first element has after each update
+        unreadable: {name of a parameter: why} that it does not say where it holds
         served_raises: text of an exception raised instead of a look at what is held
         apply_raises: text of an exception raised after half of the tensors were written
         apply_raises_once: the same, for the next update alone
@@ -71,6 +73,7 @@ class FaultyTarget(ModuleTarget):
     def __init__(self, module: torch.nn.Module, faults: dict[str, Any]) -> None:
         super().__init__(module, engine="toy")
         self.faults = faults
+        self._unreadable: dict[str, str] = {}
         if "only_staged" in faults:
             self.modes = frozenset({"staged"})
 
@@ -140,7 +143,22 @@ class FaultyTarget(ModuleTarget):
     def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
         if "served_raises" in self.faults:
             raise RuntimeError(self.faults["served_raises"])
-        return super().served(manifest, seed, seeds)
+        found = super().served(manifest, seed, seeds)
+        readable = [spec.name not in self._unreadable for spec in manifest.tensors]
+        return replace(found, digests=found.digests[readable])
+
+    def describe(self, manifest: Manifest, *, whole: bool) -> Description:
+        said = super().describe(manifest, whole=whole)
+        self._unreadable = dict(self.faults.get("unreadable", {}))
+        return replace(
+            said,
+            holdings=tuple(
+                held
+                for held in said.holdings
+                if manifest.tensors[held.index].name not in self._unreadable
+            ),
+            unproven=tuple((manifest.index[name], why) for name, why in self._unreadable.items()),
+        )
 
     def restore(self) -> None:
         self.refused_at_restore = self.refused is not None
@@ -224,7 +242,11 @@ class Faulty(Protocol):
     """A target whose faults are set from outside."""
 
     faults: dict[str, Any]
-    refused: str | None
+
+    @property
+    def refused(self) -> str | None:
+        """Why requests must not be served at the moment, or None."""
+        ...
 
 
 def serve(rank: int, target: Faulty, receiver: FaultyReceiver, own: Mapping[str, Call]) -> None:
