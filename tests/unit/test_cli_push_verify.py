@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import typer
 from receipt_examples import example
 from safetensors.torch import save_file
 from toys import SHAPES, tensors
 
 import weightsync as ws
-from weightsync.cli.verify import _check_any_read
-from weightsync.errors import WeightSyncError
+from weightsync.cli.verify import verify
 from weightsync.receipt import LevelShare, Receipt
 from weightsync.receipt_check import check
 from weightsync.receipt_log import read_lines
@@ -165,13 +165,31 @@ def test_a_log_of_another_kind_is_refused_before_anything_moves(place: Place) ->
         assert done.stdout == "" and notes.read_text() == "some notes\n"
 
 
-def test_an_engine_that_reads_nothing_back_has_proven_nothing() -> None:
+@pytest.mark.parametrize("json_too", [False, True])
+def test_an_engine_that_reads_nothing_back_has_proven_nothing(
+    place: Place,
+    json_too: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     engine = example().engines[0]
     levels = {"off": LevelShare(5, 10_000)}
     blind = msgspec.structs.replace(engine, name="blind", levels=levels)
-    _check_any_read(example())
-    with pytest.raises(WeightSyncError, match="nothing is proven of blind: no tensor can be read"):
-        _check_any_read(msgspec.structs.replace(example(), engines=(engine, blind)))
+    engines = (engine,)
+    monkeypatch.setattr("weightsync.engines.connect", lambda url: url)
+    monkeypatch.setattr(
+        "weightsync.look.prove",
+        lambda *_, **__: msgspec.structs.replace(example(), mode="look", engines=engines),
+    )
+    verify(place.path / "zeros", ["toy://a"], json=json_too)
+    engines = (engine, blind)
+    with pytest.raises(typer.Exit) as left:
+        verify(place.path / "zeros", ["toy://a"], json=json_too)
+    assert left.value.exit_code == 1
+    printed = capfd.readouterr()
+    assert "nothing is proven of blind: no tensor can be read back there" in printed.err
+    if not json_too:
+        assert "blind reports version '7', and reads nothing back: 5 tensors" in printed.out
 
 
 def test_a_dtype_that_is_none_is_a_usage_error(place: Place) -> None:

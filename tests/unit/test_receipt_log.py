@@ -490,6 +490,33 @@ def test_a_file_that_is_moved_away_begins_anew_also_while_its_lock_is_waited_for
     assert [r.version for r in log_of(tmp_path / "old.jsonl")] == ["1"]
 
 
+def test_a_line_that_is_being_written_is_not_taken_for_a_torn_one(path: Path) -> None:
+    ReceiptLog(path).append(example("1"))
+    line = (
+        chain(msgspec.structs.replace(example("2"), previous=log_of(path)[-1].hash))
+        .to_json()
+        .encode()
+    )
+    found: list[list[bytes]] = []
+    with path.open("ab", buffering=0) as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        writer.write(line[:500])
+        reader = threading.Thread(target=lambda: found.append(list(read_lines(path))))
+        reader.start()
+        end = Deadline.after(20)
+        while sum(os.path.realpath(f) == str(path) for f in Path("/proc/self/fd").iterdir()) < 2:
+            end.rest(0.002, "the reader to wait for the lock")
+        writer.write(line[500:] + b"\n")
+        fcntl.flock(writer, fcntl.LOCK_UN)
+        reader.join(20)
+    assert len(found[0]) == 2 and check(found[0]) == []
+    reading = read_lines(path)
+    next(reading)
+    with path.open("ab") as writer:
+        writer.write(line[:500])
+    assert len(list(reading)) == 1, "what comes later is left out"
+
+
 def test_nothing_stays_open(path: Path) -> None:
     log = ReceiptLog(path)
     before = len(os.listdir("/proc/self/fd"))
