@@ -67,7 +67,9 @@ def _show(receipt: Receipt, console: Console) -> None:
     reports = f"reports version {receipt.version!r}" if receipt.version else "reports no version"
     for engine in receipt.engines:
         tensors = sum(share.tensors for share in engine.levels.values())
-        found = "differs in nothing that it can read back" if _reads(engine) else "reads nothing back"
+        found = (
+            "differs in nothing that it can read back" if _reads(engine) else "reads nothing back"
+        )
         text = (
             f"{engine.name} {reports}, and {found}: {tensors} tensors, "
             f"{megabytes(receipt.nbytes)}: {shares_text(engine.levels)}, on "
