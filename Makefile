@@ -1,6 +1,6 @@
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: help setup demo test test-engine check compat matrix mutants bench
+.PHONY: help setup demo test test-engine check compat matrix mutants bench mutations
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -33,6 +33,9 @@ matrix: setup ## every model family, in process, at TP=2 and over HTTP, by both 
 
 mutants: setup ## mutation testing of the pure modules, in a copy (10 minutes)
 	$(PYTHON_BIN) tests/mutants/run.py
+
+mutations: setup ## inject every fault of the catalogue into a sync; what sees it, as a table
+	$(PYTHON_BIN) tests/mutations/run.py
 
 bench: setup ## every bench/bench_*.py, figures in build/bench
 	@mkdir -p build/bench

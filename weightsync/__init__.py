@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weightsync.look import prove
     from weightsync.manifest import Manifest, TensorSpec
     from weightsync.receipt import Receipt
+    from weightsync.receipt_log import ReceiptLog
     from weightsync.sender import StagedUpdate, WeightSender
     from weightsync.sources import ModuleSource, SafetensorsSource, StateDictSource
 
@@ -31,6 +32,7 @@ __all__ = [
     "Manifest",
     "ModuleSource",
     "Receipt",
+    "ReceiptLog",
     "SafetensorsSource",
     "StagedUpdate",
     "StateDictSource",
@@ -52,6 +54,7 @@ _HOMES = {
     "Manifest": "manifest",
     "ModuleSource": "sources",
     "Receipt": "receipt",
+    "ReceiptLog": "receipt_log",
     "SafetensorsSource": "sources",
     "StagedUpdate": "sender",
     "StateDictSource": "sources",

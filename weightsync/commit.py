@@ -1,14 +1,14 @@
-"""The flip of one engine: pause, apply, version, caches, resume; and what happens when one of them
+"""The flip of one engine: pause, apply, caches, version, resume; and what happens when one of them
 fails.
 
 Before the first worker applies anything, every failure leaves the old weights. From then on an
 engine either ends committed or poisoned: paused requests are ended, new ones are refused at
-admission, and only a full update cures it.
+admission, and only a full update cures it. With a canary it is resumed before its version counts,
+since an engine that is paused cannot be asked.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,31 +17,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.canary import Canary, check_canary
-from weightsync.control import Worker, ask_all, gather, lost, tell_all
+from weightsync import settling
+from weightsync.canary import Canary, check_canary, rehearse
+from weightsync.control import Worker, ask_all, gather
 from weightsync.deadline import Deadline
 from weightsync.engines.base import Engine, PauseMode
 from weightsync.errors import (
     EnginePoisoned,
-    NotResumed,
-    PeerLost,
-    Superseded,
     UpdateAborted,
     UpdateRefused,
     WeightSyncError,
     reason_of,
 )
-from weightsync.messages import Abort, Ack, Applied, Arm, Commit, Digests, Poison, Resumed
+from weightsync.messages import Ack, Admit, Applied, Arm, Commit, Digests
 from weightsync.receipt import EngineReceipt, WorkerProof, WorkerReceipt
 from weightsync.served import Judge
 
-__all__ = ["Flip", "Flipped", "end_requests", "release_pause"]
-
-log = logging.getLogger("weightsync.sender")
-
-SETTLE_SECONDS = 10.0
-"""What each step may take that leaves the engine of a failed update in a defined state: telling its
-workers, closing its update session, ending its requests."""
+__all__ = ["Flip", "Flipped"]
 
 
 class _Clock:
@@ -52,7 +44,8 @@ class _Clock:
     def measure(self, step: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.seconds[step] = time.perf_counter() - started
+        taken = time.perf_counter() - started
+        self.seconds[step] = self.seconds.get(step, 0.0) + taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class Flip:
 
         flip.enter()                     # paused; or UpdateAborted, and nothing has changed
         flip.apply()                     # staged: the engine's workers load
-        flip.conclude(digests)           # version, caches, resume: the engine's receipt
+        flip.conclude(digests)           # caches, version, resume: the engine's receipt
 
     Of a streamed update there is nothing to `apply`: whoever streams calls `poison` if that fails.
 
@@ -82,8 +75,8 @@ class Flip:
         pause: what happens to requests in flight.
         judge: gives who says what the workers have proven, once everything is applied.
         canary: of which the engine must think as the trainer does, before its version counts.
-        keep_requests: do not end requests when the engine is poisoned: somebody is about to cure
-            it.
+        keep_requests: do not end requests that have stood still when the engine is poisoned:
+            somebody is about to cure it.
     """
 
     def __init__(
@@ -109,8 +102,12 @@ class Flip:
         self._canary = canary
         self._keep_requests = keep_requests
         self._clock = _Clock()
-        self._started = 0.0
+        self._started = self._paused_seconds = 0.0
         self._ours = self._was_paused = self._holds = False
+        self._reported: str | None = None
+        """The version that the engine reported before."""
+        self._runs = False
+        """It was resumed before its version counts: requests have taken steps with new weights."""
         self._reports: Sequence[Applied] = ()
 
     def enter(self) -> None:
@@ -124,12 +121,15 @@ class Flip:
         try:
             # A pause that somebody else asked for stays; one that a failed update left is ours.
             self._was_paused = engine.is_paused(deadline)
+            self._reported = engine.version(deadline)
             self._ours = not self._was_paused or any(w.status.holds_pause for w in workers)
             if self._canary is not None and not self._ours:
                 raise UpdateRefused(
                     f"{engine.name} is paused by somebody else, and a canary needs it to run",
                     remedy="resume it first, or sync without a canary",
                 )
+            if self._canary is not None and self._answers:
+                rehearse(engine, self._canary, deadline)
             arm = Arm(update_id=self._update_id, holds_pause=self._ours)
             ask_all(workers, arm, Ack, deadline, belongs_to=self._update_id)
             for worker in workers:
@@ -137,11 +137,11 @@ class Flip:
             engine.begin(deadline)
             self._started = time.perf_counter()
             if not self._was_paused or self._pause == "abort":
-                _still_ours(workers)
+                settling.still_ours(workers)
                 with self._clock.measure("pause"):
                     engine.pause(self._pause, deadline)
             self._holds = engine.is_paused(deadline)
-            _still_ours(workers)
+            settling.still_ours(workers)
         except BaseException as error:
             self.leave(error)
             if not isinstance(error, Exception):
@@ -151,15 +151,22 @@ class Flip:
                 f"it serves what it served before. {reason_of(error)}"
             ) from error
 
+    @property
+    def _answers(self) -> bool:
+        """Before the pause, an engine can be asked, unless it refuses or stands still. Where
+        requests are to be ended, it may be they that keep it from answering."""
+        poisoned = any(worker.status.poisoned is not None for worker in self.workers)
+        return not self._was_paused and not poisoned and self._pause != "abort"
+
     def leave(self, error: BaseException) -> None:
         """Nothing was applied: leave the engine as it was found.
 
         Raises:
             Superseded: a newer sender holds the engine, which is left alone.
         """
-        _raise_if_superseded(self.engine, self.workers, error)
+        settling.raise_if_superseded(self.engine, self.workers, error)
         poisoned = any(worker.status.poisoned is not None for worker in self.workers)
-        _unwind(
+        settling.unwind(
             self.engine,
             self.workers,
             self._update_id,
@@ -208,30 +215,43 @@ class Flip:
             )
             if self._holds and not engine.is_paused(deadline):
                 raise WeightSyncError("somebody resumed the engine while it was updated")
-            _still_ours(workers)
+            settling.still_ours(workers)
             with self._clock.measure("finish"):
                 engine.finish(deadline)
+            reported = engine.version(deadline)
+            if reported != self._reported:
+                raise WeightSyncError(
+                    f"{engine.name} reports version {reported!r} before it was told to, and "
+                    f"reported {self._reported!r} before this update",
+                    remedy="let nothing but this sender set the version while an update is applied",
+                )
             with self._clock.measure("reset"):
                 # Requests that were frozen hold what the old weights computed, whoever froze them.
                 recompute = self._was_paused or self._pause == "keep"
                 engine.reset_caches(deadline, recompute=recompute)
+            gap = None if self._canary is None else self._try_out(self._canary)
             commit = Commit(update_id=self._update_id)
             ask_all(workers, commit, Ack, deadline, belongs_to=self._update_id)
         for worker in workers:
             worker.is_now(poisoned=None, version=self._version)
-        if self._canary is not None:
-            self._go_on(resume=True)
-            with self._or_poison(), self._clock.measure("canary"):
-                check_canary(engine, self._canary, deadline)
-            self._go_on(version=True)
-        else:
-            self._go_on(version=True, resume=self._ours)
+        settling.go_on(
+            engine,
+            workers,
+            self._update_id,
+            self._version,
+            deadline,
+            resume=self._ours and not self._runs,
+            release=self._ours,
+            measure=self._clock.measure,
+        )
+        if not self._runs:
+            self._paused_seconds = time.perf_counter() - self._started
         proofs: Sequence[WorkerProof | None] = verdict.proofs or [None] * len(workers)
         receipt = EngineReceipt(
             name=engine.name,
             engine=workers[0].description,
             pause=self._pause,
-            paused_seconds=time.perf_counter() - self._started,
+            paused_seconds=self._paused_seconds,
             seconds=self._clock.seconds,
             workers=tuple(
                 WorkerReceipt(
@@ -248,14 +268,29 @@ class Flip:
             ),
             plan_hash=verdict.plan_hash,
             levels=verdict.shares,
+            canary=gap,
         )
         return Flipped(receipt, verdict.levels)
 
-    def _go_on(self, *, version: bool = False, resume: bool = False) -> None:
-        label = self._version if version else None
-        _go_on(
-            self.engine, self.workers, self._update_id, label, resume, self._clock, self._deadline
-        )
+    def _try_out(self, canary: Canary) -> float:
+        """Let the engine run before its version counts, and ask it. Its workers remember the pause
+        until then: should it fail, the engine is paused again, and by this sender.
+
+        Returns:
+            The largest difference of any log-probability.
+        """
+        engine, workers, deadline = self.engine, self.workers, self._deadline
+        admit = Admit(update_id=self._update_id)
+        ask_all(workers, admit, Ack, deadline, belongs_to=self._update_id)
+        settling.still_ours(workers)
+        self._runs = True
+        with self._clock.measure("resume"):
+            engine.resume(deadline)
+        self._paused_seconds = time.perf_counter() - self._started
+        with self._clock.measure("canary"):
+            gap = check_canary(engine, canary, deadline)
+        settling.still_ours(workers)
+        return gap
 
     def poison(self, error: BaseException) -> EnginePoisoned:
         """Something may have been applied: all workers refuse together.
@@ -266,21 +301,25 @@ class Flip:
         Raises:
             Superseded: a newer sender holds the engine, which is left alone.
         """
-        _raise_if_superseded(self.engine, self.workers, error)
+        settling.raise_if_superseded(self.engine, self.workers, error)
         reason = reason_of(error)
-        _poison(
+        settling.poison(
             self.engine,
             self.workers,
             self._update_id,
             reason,
-            keep_requests=self._keep_requests,
+            # What has taken steps meanwhile holds tokens of a version that never was.
+            keep_requests=self._keep_requests and not self._runs,
         )
         for worker in self.workers:
             worker.is_now(poisoned=reason)
+        what, remedy = reason, "sync a full update: it cures the engine without a restart"
+        if isinstance(error, WeightSyncError) and error.remedy is not None:
+            what, remedy = error.what, f"{remedy}. If it fails again: {error.remedy}"
         return EnginePoisoned(
             f"{self.engine.name}: update {self._update_id} failed while it was applied; the engine "
-            f"may hold a mixture of versions and refuses requests. {reason}",
-            remedy="sync a full update: it cures the engine without a restart",
+            f"may hold a mixture of versions and refuses requests. {what}",
+            remedy=remedy,
         )
 
     @contextmanager
@@ -292,123 +331,3 @@ class Flip:
             if not isinstance(error, Exception):
                 raise
             raise poisoned from error
-
-
-def _go_on(
-    engine: Engine,
-    workers: Sequence[Worker],
-    update_id: str,
-    version: str | None,
-    resume: bool,
-    clock: _Clock,
-    deadline: Deadline,
-) -> None:
-    """All is applied: the version counts, and the engine goes on. Tried twice, also when it is
-    interrupted; never poisons."""
-    interrupt: BaseException | None = None
-    for last in (False, True):
-        try:
-            _still_ours(workers)
-            if version is not None:
-                with clock.measure("version"):
-                    engine.set_version(version, deadline)
-            with clock.measure("resume"):
-                if resume:
-                    _still_ours(workers)
-                    engine.resume(deadline)
-                    release_pause(workers, update_id, deadline)
-            break
-        except BaseException as error:
-            _raise_if_superseded(engine, workers, error)
-            if not isinstance(error, Exception):
-                interrupt = error
-            if last:
-                if interrupt is not None:
-                    raise interrupt from error
-                raise NotResumed(
-                    f"{engine.name}: update {update_id} is applied and proven on every worker, but "
-                    f"the engine could not be told so: {error}",
-                    remedy="sync again: it sets the version and resumes; the weights are whole",
-                ) from error
-            log.warning("%s, once more: %s", engine.name, reason_of(error))
-            deadline = Deadline.after(SETTLE_SECONDS)
-    if interrupt is not None:
-        raise interrupt
-
-
-def _still_ours(workers: Sequence[Worker]) -> None:
-    """Asked before each engine call that a newer sender would suffer from, when no answer is due.
-
-    Engine calls carry no epoch: between this look and the call, a takeover would go unnoticed.
-
-    Raises:
-        Superseded: a newer sender holds the engine.
-        PeerLost: a worker has hung up.
-    """
-    gone = lost(workers)
-    if gone is not None:
-        raise PeerLost(f"{gone} has hung up")
-
-
-def _raise_if_superseded(engine: Engine, workers: Sequence[Worker], error: BaseException) -> None:
-    """An engine that a newer sender holds is left alone altogether; that another one is held says
-    nothing of this one."""
-    if isinstance(error, Superseded) and error.engine in (None, engine.name):
-        raise error
-    lost(workers)
-
-
-def release_pause(workers: Sequence[Worker], update_id: str, deadline: Deadline) -> None:
-    """Tell an engine's workers that it was resumed: nobody has to do it for this sender."""
-    ask_all(workers, Resumed(update_id=update_id), Ack, deadline, belongs_to=update_id)
-    for worker in workers:
-        worker.is_now(holds_pause=False)
-
-
-def _unwind(
-    engine: Engine, workers: Sequence[Worker], update_id: str, *, resume: bool, reason: str
-) -> None:
-    """Nothing was applied: leave the engine as it was found."""
-    deadline = Deadline.after(SETTLE_SECONDS)
-    message = Abort(update_id=update_id, reason=reason[:1000])
-    _try(lambda: ask_all(workers, message, Ack, deadline, belongs_to=update_id))
-    _try(lambda: engine.finish(deadline))
-    if resume:
-        _try(lambda: engine.resume(deadline))
-        _try(lambda: release_pause(workers, update_id, deadline))
-
-
-def _poison(
-    engine: Engine,
-    workers: Sequence[Worker],
-    update_id: str,
-    reason: str,
-    *,
-    keep_requests: bool,
-) -> None:
-    """Something may have been applied: all workers refuse together, and nobody is left hanging."""
-    deadline = Deadline.after(SETTLE_SECONDS)
-    message = Poison(update_id=update_id, reason=reason[:1000])
-    each = [[worker] for worker in workers]
-    # All are told before any is waited for: one that stands still must not keep it from the others.
-    told = [one for one in each if _try(lambda one=one: tell_all(one, message, deadline))]  # type: ignore[misc]
-    for one in told:
-        _try(lambda one=one: gather(one, Ack, deadline, belongs_to=update_id, of="poison"))  # type: ignore[misc]
-    _try(lambda: engine.finish(Deadline.after(SETTLE_SECONDS)))
-    if not keep_requests:
-        end_requests(engine)
-
-
-def end_requests(engine: Engine) -> None:
-    """Requests that are frozen in flight would wait for a cure that may never come: end them."""
-    _try(lambda: engine.pause("abort", Deadline.after(SETTLE_SECONDS)))
-
-
-def _try(action: Callable[[], object]) -> bool:
-    """Whether it went well."""
-    try:
-        action()
-    except Exception as error:
-        log.warning("while settling a failed update: %s", error)
-        return False
-    return True

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightsync.agreement import Agreed
-from weightsync.canary import Canary, CanaryMaker
+from weightsync.canary import Canary, CanaryMaker, make_canary
 from weightsync.commit import Flipped
 from weightsync.control import Worker, ask_all, gather, last_words, tell_all
 from weightsync.deadline import Deadline
@@ -105,8 +105,7 @@ class Delivery:
         """Let all workers know that bytes are about to come. Whoever gives up from here on aborts
         the outbox."""
         workers, outbox = self._roster.workers, self._outbox
-        if self._make_canary is not None:
-            self.canary = self._make_canary()
+        self.canary = make_canary(self._make_canary)
         self.half, self.base = outbox.half, outbox.base(outbox.half)
         digests = self.prove != "nothing"
         ring_update = outbox.begin(self.manifest, self.seed, workers, deadline, digests=digests)
@@ -168,10 +167,11 @@ class Delivery:
         )
         seeds = derive_seeds(self.seed, manifest.identities)
         for name, plan in self._agreed.plans.items():
-            expected = None
+            expected, level = None, self._proof
             if self.prove == "served":
                 expected = plan.expect(evidence, self.seed, seeds, self.digests)
-            self.judges[name] = Judge(plan, expected, self._proof)
+                level = "received"
+            self.judges[name] = Judge(plan, expected, level)
 
     def receipt(self, mode: Mode, flipped: Sequence[Flipped]) -> Receipt:
         """Its record, not yet part of a chain."""
@@ -184,7 +184,7 @@ class Delivery:
             mode=mode,
             only=self._only,
             seed=self.seed,
-            digests=self.digests,
+            digests=self.digests if self.prove != "nothing" else None,
             untouched=self._agreed.untouched,
             seconds=self.seconds,
         )

@@ -8,6 +8,8 @@ part alone.
       SourceError           the trainer's side cannot give what it promised
       ConnectError          an engine that cannot be reached, or that cannot take part
       DeviceUnavailable     a GPU, or the software that drives it, is missing
+      ReceiptLogError       a file that receipts are kept in cannot be used
+        ReceiptNotWritten     an update is committed, but its receipt is not in the log
       PlanRefused           the two sides' tensors do not fit; nothing has moved
       TransportError        bytes or messages did not arrive
         DeadlineExceeded      somebody was awaited for too long
@@ -31,7 +33,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from weightsync.receipt import Receipt
 
 __all__ = [
     "CanaryFailed",
@@ -48,6 +53,8 @@ __all__ = [
     "Problem",
     "ProofFailed",
     "ProtocolError",
+    "ReceiptLogError",
+    "ReceiptNotWritten",
     "RolledBack",
     "ServedMismatch",
     "SourceError",
@@ -66,11 +73,13 @@ class WeightSyncError(Exception):
     """Base of all errors that weightsync raises on purpose.
 
     Attributes:
+        what: what happened, without what to do about it.
         remedy: what the caller can do about it, or None.
     """
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message if remedy is None else f"{message}\nWhat to do: {remedy}")
+        self.what = message
         self.remedy = remedy
 
 
@@ -88,6 +97,23 @@ class ConnectError(WeightSyncError):
 
 class DeviceUnavailable(WeightSyncError):
     """A GPU was asked for, and it, its driver, cupy or the run-time compiler is not there."""
+
+
+class ReceiptLogError(WeightSyncError):
+    """A file that receipts are kept in is of another kind, or cannot be read or written to."""
+
+
+class ReceiptNotWritten(ReceiptLogError):
+    """All went well but for the record of it: the update is committed and the engines serve it, or
+    the look has found no difference.
+
+    Attributes:
+        receipt: that is not in the log.
+    """
+
+    def __init__(self, message: str, *, remedy: str, receipt: Receipt) -> None:
+        super().__init__(message, remedy=remedy)
+        self.receipt = receipt
 
 
 ProblemKind = Literal[

@@ -180,13 +180,28 @@ def _runs_within(
 ) -> NDArray[np.uint64]:
     """Rows of (first byte, bytes) of a box that lie between two bytes of its tensor."""
     spec = manifest.tensors[index]
-    size = DTYPE_BYTES[spec.dtype]
-    runs = np.array([(run.start, run.length) for run in box.runs(spec.shape)], np.int64)
-    runs = runs.reshape(-1, 2) * size
+    runs = _runs(box, spec.shape) * DTYPE_BYTES[spec.dtype]
     first = np.maximum(runs[:, 0], start)
     last = np.minimum(runs[:, 0] + runs[:, 1], start + nbytes)
     inside = last > first
     return np.stack([first[inside], (last - first)[inside]], axis=1).astype(np.uint64)
+
+
+def _runs(box: Box, shape: Sequence[int]) -> NDArray[np.int64]:
+    """Rows of (start, length) of `Box.runs`, all at once: a column has as many as a matrix has
+    rows, and is looked for in every piece of it."""
+    if box.numel == 0:
+        return np.zeros((0, 2), np.int64)
+    split = len(shape)
+    while split > 0 and box.lengths[split - 1] == shape[split - 1]:
+        split -= 1
+    split = max(split - 1, 0)
+    starts = np.zeros(1, np.int64)
+    for side, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+        stride = math.prod(shape[side + 1 :])
+        steps = np.arange(offset, offset + (length if side < split else 1)) * stride
+        starts = (starts[:, None] + steps).reshape(-1)
+    return np.stack([starts, np.full_like(starts, math.prod(box.lengths[split:]))], axis=1)
 
 
 def _memory(address: int, nbytes: int) -> NDArray[np.uint8]:

@@ -23,7 +23,7 @@ log = logging.getLogger("weightsync.receiver")
 
 
 class Inspector:
-    """Remembers the last question, until the engine's thread comes by to answer it.
+    """Remembers each one's last question, until the engine's thread comes by to answer them.
 
     Args:
         target: of this worker.
@@ -34,7 +34,7 @@ class Inspector:
         self._target = target
         self._rank = rank
         self._lock = threading.Lock()
-        self._asked: tuple[Session, Inspect, Manifest] | None = None
+        self._asked: dict[Session, tuple[Inspect, Manifest]] = {}
 
     def ask(self, session: Session, question: Inspect) -> None:
         """Called by the session's thread.
@@ -48,21 +48,21 @@ class Inspector:
                 f"the manifest's hash is {question.manifest_hash}, expected {manifest.hash}"
             )
         with self._lock:
-            self._asked = session, question, manifest
+            self._asked[session] = question, manifest
 
     def forget(self, session: Session) -> None:
         """Whoever asked is gone."""
         with self._lock:
-            if self._asked is not None and self._asked[0] is session:
-                self._asked = None
+            self._asked.pop(session, None)
 
     def answer(self) -> None:
         """Called by the engine's thread. Does not raise: who asked is told."""
         with self._lock:
-            asked, self._asked = self._asked, None
-        if asked is None:
-            return
-        session, question, manifest = asked
+            asked, self._asked = self._asked, {}
+        for session, (question, manifest) in asked.items():
+            self._answer(session, question, manifest)
+
+    def _answer(self, session: Session, question: Inspect, manifest: Manifest) -> None:
         started = time.perf_counter()
         description = describe(self._target, manifest, whole=question.whole)
         seconds = time.perf_counter() - started

@@ -11,23 +11,26 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.canary import Canary, CanaryMaker, check_canary
+from weightsync.canary import Canary, CanaryMaker, check_canary, make_canary
 from weightsync.commit import Flipped
-from weightsync.control import Listener, Worker, ask_all, close_all, gather
+from weightsync.control import Worker, ask_all, close_all, gather
 from weightsync.deadline import Deadline
 from weightsync.digest import derive_seeds, digest_spans
 from weightsync.engines.base import Engine
 from weightsync.errors import Problem, ServedMismatch, UpdateRefused, WeightSyncError
 from weightsync.evidence import SourceEvidence
+from weightsync.listener import Listener
 from weightsync.manifest import Manifest
 from weightsync.messages import Ack, Described, Held, Inspect
 from weightsync.plan.match import check_descriptions, tied_apart
-from weightsync.receipt import EngineReceipt, Receipt, WorkerReceipt, chain
+from weightsync.receipt import EngineReceipt, ProofLevel, Receipt, WorkerReceipt, chain
+from weightsync.receipt_log import ReceiptLog
 from weightsync.record import write_receipt
 from weightsync.served import LEVELS, Judge, ServedPlan, shares
 from weightsync.sources.base import Pieces, Source, pour, same_bytes
@@ -46,6 +49,7 @@ def prove(
     *,
     proof: Literal["served", "canary"] = "served",
     canary: CanaryMaker | None = None,
+    receipts: Path | str | None = None,
     deadline: float = 600.0,
 ) -> Receipt:
     """Compare what engines hold with what a source has, tensor by tensor.
@@ -58,17 +62,23 @@ def prove(
         engines: from `weightsync.connect` or `weightsync.engine`.
         proof: ``"served"``, as of `weightsync.WeightSender`; or ``"canary"`` alone.
         canary: makes a `weightsync.Canary`; each engine is asked.
+        receipts: a file that the receipt is appended to, as of `weightsync.WeightSender`.
         deadline: seconds for all of it.
 
     Returns:
-        A receipt whose version is what the engines report.
+        A receipt whose version is what the engines report, "" where they report none. Tensors that
+        cannot be read back are at level ``canary`` where one was asked, else ``off``: nobody has
+        handed anything to anybody.
 
     Raises:
         ServedMismatch: an engine holds something else; names tensor, worker and place.
         CanaryFailed: an engine thinks otherwise than the trainer.
         PlanRefused: source and engine are not of one model.
         SourceError, ConnectError, TransportError: something could not be read or reached.
-        UpdateRefused: no engine, two of one name, or arguments that do not go together.
+        UpdateRefused: no engine, two of one name, or arguments that do not go together; an engine
+            changed its version meanwhile, or is paused and was to be asked a canary.
+        ReceiptLogError: `receipts` is no file for receipts.
+        ReceiptNotWritten: nothing differs, but the receipt could not be written there.
     """
     engines = tuple(engines)
     names = [engine.name for engine in engines]
@@ -78,24 +88,34 @@ def prove(
         raise UpdateRefused(
             f"proof is 'served', or 'canary' with one, got {proof!r} and canary={canary!r}"
         )
+    log = None if receipts is None else ReceiptLog(receipts)
     limit = Deadline.after(deadline)
     manifest = source.manifest()
-    look = _Look(source, manifest, limit, None if canary is None else canary())
+    before = [engine.version(limit) for engine in engines]
+    look = _Look(source, manifest, limit, make_canary(canary))
     flipped = look.served(engines) if proof == "served" else look.canaries(engines)
+    for engine, version in zip(engines, before, strict=True):
+        if engine.version(limit) != version:
+            raise UpdateRefused(
+                f"{engine.name} served version {version} when the look at it began, and serves "
+                f"another now: what was found is of either",
+                remedy="do not update an engine while you prove what it holds; prove it again",
+            )
     receipt = write_receipt(
         source,
         manifest,
         flipped,
-        label=", ".join(sorted({str(engine.version(limit)) for engine in engines})),
+        label=", ".join(sorted({version for version in before if version is not None})),
         update_id=look.look_id,
         mode="look",
         only=(),
         seed=look.seed,
-        digests=look.digests,
+        digests=look.digests if proof == "served" else None,
         untouched=look.untouched,
         seconds=look.seconds,
     )
-    return chain(receipt)
+    receipt = chain(receipt)
+    return receipt if log is None else log.append(receipt)
 
 
 class _Look:
@@ -170,14 +190,16 @@ class _Look:
         self._check_tied(said)
         evidence = SourceEvidence(self._source, manifest)
         expected = plan.expect(evidence, self.seed, self._seeds, self.digests)
+        level: ProofLevel = "off" if self._canary is None else "canary"
         try:
-            verdict = Judge(plan, expected, "served").verdict([one.found for one in held])
+            verdict = Judge(plan, expected, level).verdict([one.found for one in held])
         except ServedMismatch as error:
             raise ServedMismatch(error.mismatches, error.faults, remedy=REMEDY) from error
         untouched = tuple(sorted({name for one in said for name in one.untouched}))
         if untouched:
             self.untouched[engine.name] = untouched
-        seconds = {"look": time.perf_counter() - started, **self._canary_seconds(engine)}
+        seconds = {"look": time.perf_counter() - started}
+        gap = self._ask(engine, seconds)
         proofs = verdict.proofs or []
         receipt = EngineReceipt(
             name=engine.name,
@@ -191,29 +213,44 @@ class _Look:
             ),
             plan_hash=verdict.plan_hash,
             levels=verdict.shares,
+            canary=gap,
         )
         return Flipped(receipt, verdict.levels)
 
     def _think(self, engine: Engine) -> Flipped:
         levels = np.full(len(self._manifest), LEVELS.index("canary"))
+        seconds: dict[str, float] = {}
+        gap = self._ask(engine, seconds)
         receipt = EngineReceipt(
             name=engine.name,
             engine=engine.name,
             pause="none",
             paused_seconds=0.0,
-            seconds=self._canary_seconds(engine),
+            seconds=seconds,
             workers=(),
             plan_hash="",
             levels=shares(self._manifest, levels),
+            canary=gap,
         )
         return Flipped(receipt, levels)
 
-    def _canary_seconds(self, engine: Engine) -> dict[str, float]:
+    def _ask(self, engine: Engine, seconds: dict[str, float]) -> float | None:
+        """Let it think about the canary, if there is one.
+
+        Returns:
+            The largest difference of any log-probability.
+        """
         if self._canary is None:
-            return {}
+            return None
+        if engine.is_paused(self._deadline):
+            raise UpdateRefused(
+                f"{engine.name} is paused, and a canary needs it to run",
+                remedy="resume it first, or prove without a canary",
+            )
         started = time.perf_counter()
-        check_canary(engine, self._canary, self._deadline)
-        return {"canary": time.perf_counter() - started}
+        gap = check_canary(engine, self._canary, self._deadline)
+        seconds["canary"] = time.perf_counter() - started
+        return gap
 
     def _check_tied(self, said: Sequence[Described]) -> None:
         """Tensors that are one memory in an engine must have the same bytes in the source.

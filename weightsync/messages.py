@@ -18,6 +18,7 @@ __all__ = [
     "PROTOCOL",
     "Abort",
     "Ack",
+    "Admit",
     "AnyMessage",
     "Applied",
     "Arm",
@@ -301,6 +302,13 @@ class Held(Message, frozen=True, tag="held"):
     found: Found
 
 
+class Admit(Message, frozen=True, tag="admit"):
+    """Sender to worker: every worker applied it, and the engine is about to be asked what it thinks
+    of a prompt: let requests in. The version does not count yet."""
+
+    update_id: str
+
+
 class Commit(Message, frozen=True, tag="commit"):
     """Sender to worker: every worker applied it; this version is served from now on."""
 
@@ -357,6 +365,7 @@ AnyMessage = (
     | Digests
     | Arm
     | Applied
+    | Admit
     | Commit
     | Resumed
     | Abort

@@ -44,6 +44,7 @@ class Outbox:
         self._offsets = np.zeros(0, np.uint64)
         self._half_bytes = 0
         self._deadline = Deadline.after(0)
+        self._manifest: Manifest | None = None
         self._digests = True
         self._seeds = np.zeros(0, np.uint64)
 
@@ -112,6 +113,7 @@ class Outbox:
             Its number in the ring.
         """
         self._deadline = deadline
+        self._manifest = manifest
         self._digests = digests
         self._seeds = derive_seeds(seed, manifest.identities)
         peers = [Peer(worker.name, worker.channel.fileno()) for worker in workers]
@@ -149,8 +151,22 @@ class Outbox:
         Returns:
             Digests of what was read from the source: of each reader's share, shape (readers, n, 2);
             or, where all readers take in everything, shape (1, n, 2).
+
+        Raises:
+            TransportError: not every byte was pushed: what both ends lack, their digests agree on.
         """
-        return self._made().finish()
+        ring, manifest = self._made(), self._manifest
+        if manifest is not None and (ring.pushed != manifest.nbytes).any():
+            short = np.flatnonzero(ring.pushed != manifest.nbytes)
+            first = int(short[0])
+            spec = manifest.tensors[first]
+            raise TransportError(
+                f"{short.size} tensor(s) were not sent once and whole, first {spec.name!r}: "
+                f"{ring.pushed[first]} bytes of {spec.nbytes}. The update was aborted; the engines "
+                "serve what they served before.",
+                remedy="this is a fault of weightsync: sync again, and report it",
+            )
+        return ring.finish()
 
     def abort(self) -> None:
         """Nothing comes of it: let the workers stop waiting."""

@@ -86,6 +86,8 @@ class EngineReceipt(msgspec.Struct, frozen=True):
         seconds: thereof by step: pause, apply, finish, reset, version, resume, canary.
         plan_hash: of what every worker takes of which tensor, and where it holds it.
         levels: by level, the number of tensors and bytes that all its workers have proven at it.
+        canary: by how much its log-probabilities of the canary differ from the trainer's at most;
+            None where it was not asked.
     """
 
     name: str
@@ -96,6 +98,7 @@ class EngineReceipt(msgspec.Struct, frozen=True):
     workers: tuple[WorkerReceipt, ...]
     plan_hash: str
     levels: dict[ProofLevel, LevelShare]
+    canary: float | None = None
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -112,7 +115,7 @@ class Receipt(msgspec.Struct, frozen=True):
         nbytes: of all checkpoint tensors that were sent.
         manifest_hash: of names, dtypes and shapes, in order.
         seed: of the update's digests, 16 hexadecimal digits.
-        digest: over all tensors' digests and this update's seed.
+        digest: over all tensors' digests and this update's seed; "" where none were taken.
         casts: declared dtype changes by tensor.
         aliases: tensors that were not sent since they are the same as another, in the trainer's
             memory, or byte for byte where they are one in the engine's.

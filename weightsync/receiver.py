@@ -21,6 +21,7 @@ from weightsync.messages import (
     PROTOCOL,
     Abort,
     Ack,
+    Admit,
     Applied,
     Arm,
     Begin,
@@ -93,8 +94,10 @@ class Receiver:
     def join(self, path: str, token: str) -> None:
         """Dial in at a sender's socket. Does not wait for it; the sender misses who failed."""
         with self._lock:
-            if self._state.poisoned is not None:
-                self._refuse(self._state.poisoned)  # its mark may have been swept away
+            # Its mark may have been swept away. While an update is applied, it may have been let
+            # in what asks whether that cures.
+            if self._state.poisoned is not None and self._state.phase is not Phase.APPLYING:
+                self._refuse(self._state.poisoned)
         try:
             Session(self, path, token)
         except Exception as error:
@@ -278,6 +281,9 @@ class Receiver:
                     self._staging.arm(wants_tensors=self._target.wants_tensors)
                     self._state.verify(message.update_id)
                 self._holds_pause = message.holds_pause
+            case Admit():
+                self._state.expect(message.update_id, Phase.APPLYING)
+                self._target.admit()
             case Commit():
                 self._state.commit(message.update_id)
                 self._target.admit()

@@ -30,7 +30,7 @@ def write_receipt(
     mode: str,
     only: Sequence[str],
     seed: int,
-    digests: NDArray[np.uint64],
+    digests: NDArray[np.uint64] | None,
     untouched: Mapping[str, tuple[str, ...]],
     seconds: Mapping[str, float],
 ) -> Receipt:
@@ -39,10 +39,13 @@ def write_receipt(
     Args:
         flipped: what came of each engine.
         label: the version.
-        digests: of all tensors, shape (n, 2).
+        digests: of all tensors, shape (n, 2); None where nobody took them.
     """
     levels = np.max([one.levels for one in flipped], axis=0)
-    content = seed.to_bytes(8, "little") + digests.astype("<u8").tobytes()
+    digest = ""
+    if digests is not None:
+        content = seed.to_bytes(8, "little") + digests.astype("<u8").tobytes()
+        digest = hashlib.blake2b(content, digest_size=32).hexdigest()
     return Receipt(
         version=label,
         update_id=update_id,
@@ -53,7 +56,7 @@ def write_receipt(
         nbytes=manifest.total_bytes,
         manifest_hash=manifest.hash,
         seed=f"{seed:016x}",
-        digest=hashlib.blake2b(content, digest_size=32).hexdigest(),
+        digest=digest,
         casts=dict(source.casts),
         aliases=dict(source.aliases),
         untouched=dict(untouched),

@@ -1,8 +1,8 @@
 """Going back: an engine that failed while it applied an update gets the version before it, which
 was kept in the arena's other half, and serves on.
 
-What is kept is digested again before it is applied, with the seed it was proven under: that it is
-still what the trainer had then is proven, not hoped.
+What is kept is proven again as it was proven then: digested with the same seed before it is
+applied, and by the same canary afterwards. That it is still what the trainer had is not hoped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.commit import Flip, Flipped, end_requests
+from weightsync.canary import Canary
+from weightsync.commit import Flip, Flipped
 from weightsync.control import Worker, ask_all
 from weightsync.deadline import Deadline
 from weightsync.delivery import Delivery
@@ -31,6 +32,7 @@ from weightsync.manifest import Manifest
 from weightsync.messages import Ack, Begin, Digests, Follow, Prove
 from weightsync.outbox import Outbox
 from weightsync.served import Judge
+from weightsync.settling import end_requests
 from weightsync.transport.shm import ShmArena
 
 __all__ = ["Keeper"]
@@ -48,6 +50,7 @@ class Retained:
         digests: of all its tensors then, shape (n, 2).
         prove: what was digested then, and is again.
         judge: says whether models hold it.
+        canary: of which its engine must think alike, as it did then.
     """
 
     version: str
@@ -57,6 +60,12 @@ class Retained:
     digests: NDArray[np.uint64]
     prove: Prove
     judge: Judge
+    canary: Canary | None
+
+    @property
+    def proven(self) -> bool:
+        """Whether anything was proven of it."""
+        return self.prove != "nothing" or self.canary is not None
 
 
 class Keeper:
@@ -142,6 +151,7 @@ class Keeper:
                 delivery.digests,
                 delivery.prove,
                 delivery.judges[engine.name],
+                delivery.canary,
             )
 
 
@@ -184,7 +194,7 @@ def _restore(
         "keep",
         deadline,
         judge=lambda: retained.judge,
-        canary=None,
+        canary=retained.canary,
     )
     try:
         ask_all(workers, begin, Ack, deadline, belongs_to=update_id)
@@ -210,6 +220,7 @@ def _restore(
     cause = reason_of(failure.__cause__ or failure)
     return RolledBack(
         f"{engine.name}: an update failed while it was applied: {cause}. All its workers were "
-        f"given back version {retained.version}, proven again, and it serves that.",
+        f"given back version {retained.version}{', proven again' if retained.proven else ''}, and "
+        "it serves that.",
         remedy="mend what failed and sync again; nothing has to be restarted",
     )

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from weightsync.commit import release_pause
-from weightsync.control import Listener, Worker, close_all, lost
+from weightsync.control import Worker, close_all, lost
 from weightsync.deadline import Deadline
 from weightsync.engines.base import Engine
 from weightsync.errors import EnginePoisoned, Superseded, UpdateError, UpdateRefused
+from weightsync.listener import Listener
+from weightsync.settling import release_pause
 
 __all__ = ["Roster"]
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 import msgspec
 
 from weightsync.agreement import Agreement
+from weightsync.arguments import check_arguments, check_pause, label_of
 from weightsync.canary import CanaryMaker
 from weightsync.commit import Flipped
 from weightsync.control import ask_all
@@ -33,11 +35,11 @@ from weightsync.errors import (
 from weightsync.messages import Abort, Ack, Mode
 from weightsync.outbox import Outbox
 from weightsync.receipt import ProofLevel, Receipt, chain
+from weightsync.receipt_log import ReceiptLog
 from weightsync.rollback import Keeper
 from weightsync.roster import Roster
 from weightsync.sources.base import Source
 from weightsync.streaming import Flips
-from weightsync.transport.ring import STREAM_CHUNK_LIMIT
 
 __all__ = ["Rollback", "StagedUpdate", "WeightSender"]
 
@@ -45,8 +47,6 @@ Rollback = Literal["none", "retain"]
 """What becomes of an engine that fails while it applies an update: it refuses to serve until a full
 update cures it; or it gets back the version before, which costs its memory once more."""
 
-PROOFS: tuple[ProofLevel, ...] = ("served", "received", "canary", "off")
-STAGED_CHUNK_LIMIT = 1 << 30
 ABORT_SECONDS = 10.0
 """What giving an update up may take before the sender hangs up instead, which says the same."""
 
@@ -96,9 +96,11 @@ class WeightSender:
             loader, digested where they lie; workers of one host, who share that memory, each
             digest a part of it. ``"canary"``: a prompt of which trainer and engine must think
             alike, and nothing else. ``"off"``: nothing.
-        canary: makes a `weightsync.Canary`, called for each update with the weights that it is of.
-            The engine is asked once it has resumed, before its version counts; if it thinks
-            otherwise it is poisoned. Demanded by ``proof="canary"``, possible with any.
+        canary: makes a `weightsync.Canary`, called for each update, right before it moves, with the
+            weights that it is of. Demanded by ``proof="canary"``, possible with any. The engine is
+            asked once it has resumed, before its version counts: what else it computes meanwhile
+            comes of weights that the canary has not passed. If it thinks otherwise than the
+            trainer, that is a failure while applying, and requests in flight are ended.
         mode: ``"staged"``: all bytes go into an arena of shared memory as large as the model, are
             proven there while the engines go on generating, and are then applied, or nothing is.
             ``"streamed"``: bytes go through a small ring straight into the models of paused
@@ -110,6 +112,11 @@ class WeightSender:
         bucket_bytes: that are copied, digested and announced at once; None for what measures best.
         deadline: seconds that one `stage` or one `commit` may take. Leaving the engines of a failed
             one in a defined state may take half a minute more.
+        receipts: a file that each receipt is appended to (`weightsync.ReceiptLog`), after the
+            engines have resumed, and before `on_receipt` is called. Receipts then go on from the
+            file's last one, also in a new process. Where one cannot be written, `sync` raises
+            ReceiptNotWritten although the update is committed; `on_receipt` is not called, and the
+            receipt stays in `last_receipt`.
         on_receipt: called with each receipt, after the engines have resumed. What it raises goes
             through `sync`; the receipt stays in `last_receipt`.
         on_progress: called with (bytes filled, bytes in all) while staging.
@@ -119,6 +126,7 @@ class WeightSender:
 
     Raises:
         UpdateRefused: no engine, two of one name, or arguments that do not go together.
+        ReceiptLogError: `receipts` is no file for receipts.
     """
 
     def __init__(
@@ -132,16 +140,18 @@ class WeightSender:
         rollback: Rollback = "none",
         bucket_bytes: int | None = None,
         deadline: float = 600.0,
+        receipts: Path | str | None = None,
         on_receipt: Callable[[Receipt], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        _check_arguments(proof, canary, mode, rollback, bucket_bytes, deadline)
+        check_arguments(proof, canary, mode, rollback, bucket_bytes, deadline)
         self._source = source
         self._roster = Roster(tuple(engines))
         self._proof: ProofLevel = proof
         self._canary = canary
         self._mode: Mode = mode
         self._seconds = deadline
+        self._log = None if receipts is None else ReceiptLog(receipts)
         self._on_receipt = on_receipt
         self._on_progress = on_progress
         retain = rollback == "retain"
@@ -193,9 +203,10 @@ class WeightSender:
                 full update.
             RolledBack: an engine failed while applying, and serves the version before again.
             NotResumed: applied and proven, but an engine could not be told so.
+            ReceiptNotWritten: all went well, but the receipt is not in the log.
             Superseded: a newer sender has taken over.
         """
-        _check_pause(pause)
+        check_pause(pause)
         if self._mode == "streamed":
             return self._stream(version, only, pause)
         staged = self.stage(version, only=only)
@@ -245,7 +256,7 @@ class WeightSender:
                 "back to",
                 remedy="leave `only` out, or create the sender without rollback='retain'",
             )
-        label = _label(version)
+        label = label_of(version)
         started = time.perf_counter()
         try:
             agreed = self._agreement.reach(self._source, only, deadline)
@@ -268,7 +279,7 @@ class WeightSender:
     def _commit(self, delivery: Delivery, pause: PauseMode) -> Receipt:
         if self._staged is not delivery:
             raise UpdateRefused(f"update {delivery.update_id} is not staged any more")
-        _check_pause(pause)
+        check_pause(pause)
         started = time.perf_counter()
         deadline = Deadline.after(self._seconds)
         self._staged = None
@@ -285,7 +296,7 @@ class WeightSender:
         return self._hand_out(delivery.receipt(self._mode, flipped))
 
     def _stream(self, version: int | str, only: Sequence[str] | None, pause: PauseMode) -> Receipt:
-        _check_pause(pause)
+        check_pause(pause)
         deadline = Deadline.after(self._seconds)
         delivery = self._announce(version, only, deadline)
         started = time.perf_counter()
@@ -308,6 +319,8 @@ class WeightSender:
     def _hand_out(self, receipt: Receipt) -> Receipt:
         previous = "" if self.last_receipt is None else self.last_receipt.hash
         self.last_receipt = chain(msgspec.structs.replace(receipt, previous=previous))
+        if self._log is not None:
+            self.last_receipt = self._log.append(self.last_receipt)
         if self._on_receipt is not None:
             self._on_receipt(self.last_receipt)
         return self.last_receipt
@@ -340,54 +353,3 @@ def _name_succeeded(error: BaseException) -> None:
         error.succeeded = tuple(
             one.receipt if isinstance(one, Flipped) else one for one in error.succeeded
         )
-
-
-def _check_arguments(
-    proof: str,
-    canary: CanaryMaker | None,
-    mode: str,
-    rollback: str,
-    bucket_bytes: int | None,
-    deadline: float,
-) -> None:
-    if proof not in PROOFS:
-        raise UpdateRefused(f"proof is {' or '.join(map(repr, PROOFS))}, got {proof!r}")
-    if proof == "canary" and canary is None:
-        raise UpdateRefused(
-            "proof='canary' was asked for without one",
-            remedy="pass canary=, a callable that returns a weightsync.Canary",
-        )
-    if mode not in ("staged", "streamed"):
-        raise UpdateRefused(f"mode is 'staged' or 'streamed', got {mode!r}")
-    if rollback not in ("none", "retain"):
-        raise UpdateRefused(f"rollback is 'none' or 'retain', got {rollback!r}")
-    if mode == "streamed" and rollback == "retain":
-        raise UpdateRefused(
-            "a streamed update is nowhere kept, so that there is nothing to go back to",
-            remedy="use mode='staged' with rollback='retain'",
-        )
-    most = STREAM_CHUNK_LIMIT if mode == "streamed" else STAGED_CHUNK_LIMIT
-    if bucket_bytes is not None and not (
-        isinstance(bucket_bytes, int) and 64 <= bucket_bytes <= most and bucket_bytes % 64 == 0
-    ):
-        raise UpdateRefused(
-            f"bucket_bytes of a {mode} update is a multiple of 64 up to {most}, got {bucket_bytes}"
-        )
-    if not isinstance(deadline, int | float) or not deadline > 0:
-        raise UpdateRefused(f"a deadline is a positive number of seconds, got {deadline}")
-
-
-def _label(version: int | str) -> str:
-    label = str(version)
-    try:
-        label.encode()
-    except UnicodeEncodeError as error:
-        raise UpdateRefused(f"the version {label!r} is no Unicode text") from error
-    if not label or len(label) > 256:
-        raise UpdateRefused(f"a version has 1 to 256 characters, got {len(label)}")
-    return label
-
-
-def _check_pause(pause: str) -> None:
-    if pause not in ("keep", "wait", "abort"):
-        raise UpdateRefused(f"pause is 'keep', 'wait' or 'abort', got {pause!r}")

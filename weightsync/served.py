@@ -9,50 +9,28 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.box import Box, union_numel
+from weightsync.box import tiles_exactly
 from weightsync.errors import (
     DigestMismatch,
-    ManifestError,
     Problem,
+    ProofFailed,
     ProtocolError,
     ServedMismatch,
 )
-from weightsync.evidence import Evidence, Part, digest_part
-from weightsync.holding import Holding, canonical, not_finite, spot_columns
-from weightsync.manifest import DTYPE_BYTES, Manifest
+from weightsync.evidence import Evidence, Part
+from weightsync.manifest import Manifest
 from weightsync.messages import Described, Found
 from weightsync.receipt import LevelShare, ProofLevel, WorkerProof
+from weightsync.worker_plan import LEVELS, Expected, WorkerPlan
 
 __all__ = ["LEVELS", "Expected", "Judge", "ServedPlan", "Verdict", "shares"]
-
-LEVELS: tuple[ProofLevel, ...] = ("served", "spot", "received", "canary", "off")
-"""From the strongest to the weakest."""
-_SPOT, _RECEIVED = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What must be found after one update.
-
-    Attributes:
-        manifest: of the update.
-        evidence: the trainer's bytes.
-        seed, seeds: of its digests, and of each tensor's, shape (n,).
-        digests: of each worker's holdings, shape (k, 2).
-    """
-
-    manifest: Manifest
-    evidence: Evidence
-    seed: int
-    seeds: NDArray[np.uint64]
-    digests: tuple[NDArray[np.uint64], ...]
 
 
 class ServedPlan:
@@ -64,7 +42,7 @@ class ServedPlan:
     Attributes:
         levels: at which each tensor can be proven on all of them, shape (n,), as positions in
             `LEVELS`.
-        hash: of what every worker takes and holds.
+        hash: of what every worker takes of which tensor, and where it holds it.
 
     Raises:
         ProtocolError: a worker describes what cannot be.
@@ -72,10 +50,11 @@ class ServedPlan:
 
     def __init__(self, manifest: Manifest, workers: Sequence[tuple[str, Described]]) -> None:
         self.manifest = manifest
-        self._workers = [_Worker(name, manifest, described) for name, described in workers]
+        self._workers = [WorkerPlan(name, manifest, described) for name, described in workers]
         self.levels = np.max([worker.levels for worker in self._workers], axis=0)
+        self._tiles = _tiles(manifest, self._workers)
         content = msgspec.msgpack.encode(
-            [(d.partial, d.tied, d.holdings, d.unproven) for _, d in workers]
+            [manifest.hash, *((d.partial, d.tied, d.holdings, d.unproven) for _, d in workers)]
         )
         self.hash = hashlib.blake2b(content, digest_size=32).hexdigest()
 
@@ -92,6 +71,9 @@ class ServedPlan:
             evidence: its bytes; must last until `judge`.
             seed, seeds: of its digests, and of each tensor's, shape (n,).
             whole: digests of its tensors, shape (n, 2).
+
+        Raises:
+            ProofFailed: the evidence is not what these digests are of.
         """
         numbers: dict[Part, int] = {}
         parts = [
@@ -99,12 +81,42 @@ class ServedPlan:
             for worker in self._workers
         ]
         known = evidence.digests(list(numbers), seeds) if numbers else np.zeros((0, 2), np.uint64)
+        self._check_sums(known, [numbers[tile] for tile in self._tiles], whole)
         digests = []
         for worker, its in zip(self._workers, parts, strict=True):
             expected = whole[worker.index]
             expected[worker.partial] = known[its]
             digests.append(expected)
         return Expected(self.manifest, evidence, seed, seeds, tuple(digests))
+
+    def _check_sums(
+        self, known: NDArray[np.uint64], rows: list[int], whole: NDArray[np.uint64]
+    ) -> None:
+        """Parts that tile a tensor add up to it: what they are read from is still what was proven.
+
+        Args:
+            known: digests of all parts.
+            rows: of these, the tiles'.
+        """
+        index = np.array([tile.index for tile in self._tiles], np.int64)
+        sums = np.zeros_like(whole)
+        np.add.at(sums, index, known[rows])
+        tiled = np.zeros(len(self.manifest), np.bool_)
+        tiled[index] = True
+        wrong = np.flatnonzero(tiled & (sums != whole).any(axis=1)).tolist()
+        if wrong:
+            raise ProofFailed(
+                [
+                    DigestMismatch(
+                        self.manifest.tensors[i].name,
+                        "the trainer",
+                        whole[i].tobytes().hex(),
+                        sums[i].tobytes().hex(),
+                        "the bytes as they are read once more",
+                    )
+                    for i in wrong
+                ]
+            )
 
     def judge(self, expected: Expected, found: Sequence[Found]) -> list[WorkerProof]:
         """Compare.
@@ -117,7 +129,7 @@ class ServedPlan:
 
         Raises:
             ServedMismatch: names every tensor, worker and place that differs.
-            ProtocolError: a worker looked at another number of places.
+            ProtocolError: a worker looked at another number of places, or at others.
         """
         wrong: list[DigestMismatch] = []
         faults: list[Problem] = []
@@ -132,6 +144,8 @@ class ServedPlan:
                 )
             digests = np.frombuffer(its.digests, "<u8").reshape(-1, 2)
             unread = dict(its.unread)
+            if any(not 0 <= number < len(must) for number in unread):
+                raise ProtocolError(f"{worker.name} speaks of a place that it did not describe")
             differing = set(np.flatnonzero((digests != must).any(axis=1)).tolist())
             more: dict[str, str] = {}
             for number in sorted(differing | unread.keys()):
@@ -144,162 +158,19 @@ class ServedPlan:
         return proofs
 
 
-class _Worker:
-    """One worker's holdings, checked: they came from outside."""
-
-    def __init__(self, name: str, manifest: Manifest, described: Described) -> None:
-        self.name = name
-        self._manifest = manifest
-        self._holdings = described.holdings
-        boxes = [_checked(name, manifest, holding) for holding in described.holdings]
-        self._boxes = boxes
-        self.index = np.array([holding.index for holding in described.holdings], np.int64)
-        self.partial = [
-            number
-            for number, (holding, box) in enumerate(zip(described.holdings, boxes, strict=True))
-            if holding.level == "spot" or box.lengths != manifest.tensors[holding.index].shape
-        ]
-        self._nbytes = sum(
-            box.numel * DTYPE_BYTES[manifest.tensors[holding.index].dtype]
-            for holding, box in zip(described.holdings, boxes, strict=True)
-        )
-        self.reasons = _reasons(name, manifest, described)
-        self._spot = frozenset(h.index for h in described.holdings if h.level == "spot")
-        tied = dict(_tied(name, manifest, described))
-        self._add_uncovered(described, tied)
-        self.levels = np.zeros(len(manifest), np.int64)
-        self.levels[list(self._spot)] = _SPOT
-        self.levels[list(self.reasons)] = _RECEIVED
-        for index, other in tied.items():
-            self.levels[index] = self.levels[other]  # one memory, and the same bytes
-
-    def part(self, number: int, seed: int) -> Part:
-        """What of its tensor a holding's digest is of."""
-        holding, box = self._holdings[number], self._boxes[number]
-        if holding.level == "served":
-            return Part(holding.index, (box,))
-        columns = spot_columns(seed, holding.holder, box.lengths[-1])
-        return Part(
-            holding.index,
-            tuple(
-                Box((*box.offsets[:-1], box.offsets[-1] + column), (*box.lengths[:-1], 1))
-                for column in columns
-            ),
-        )
-
-    def compare(
-        self,
-        number: int,
-        expected: Expected,
-        must: NDArray[np.uint64],
-        digests: NDArray[np.uint64],
-        unread: Mapping[int, str],
-        more: dict[str, str],
-    ) -> DigestMismatch | None:
-        """A holding that does not look as it should: is it another value, or one that cannot be
-        read back?
-
-        Args:
-            more: tensors that are unproven this time, to be added to.
-        """
-        holding, box = self._holdings[number], self._boxes[number]
-        spec = self._manifest.tensors[holding.index]
-        where = f"{holding.holder}, {_slice(box)}"
-        content = expected.evidence.content(holding.index) if holding.by_value else None
-        if number in unread:
-            # What is not finite spoils the whole product that it would be read back by.
-            if content is not None and not_finite(content, spec.dtype):
-                more[spec.name] = f"{holding.holder}: {unread[number]}"
-                return None
-            return DigestMismatch(
-                spec.name, self.name, must[number].tobytes().hex(), unread[number], where
-            )
-        right = must[number]
-        if content is not None:
-            right = digest_part(
-                canonical(content, spec.dtype),
-                spec.shape,
-                DTYPE_BYTES[spec.dtype],
-                self.part(number, expected.seed),
-                expected.seeds[holding.index],
-            )
-        if bool((right == digests[number]).all()):
-            return None
-        return DigestMismatch(
-            spec.name, self.name, right.tobytes().hex(), digests[number].tobytes().hex(), where
-        )
-
-    def proof(self, found: Found, seed: int, more: Mapping[str, str]) -> WorkerProof:
-        names = [spec.name for spec in self._manifest.tensors]
-        unproven = {names[index]: reason for index, reason in sorted(self.reasons.items())}
-        digest = hashlib.blake2b(seed.to_bytes(8, "little") + found.digests, digest_size=32)
-        return WorkerProof(
-            boxes=len(self._holdings),
-            nbytes=self._nbytes,
-            digest=digest.hexdigest(),
-            seconds=found.seconds,
-            spot=tuple(names[index] for index in sorted(self._spot - self.reasons.keys())),
-            unproven={**unproven, **more},
-        )
-
-    def _add_uncovered(self, described: Described, tied: Mapping[int, int]) -> None:
-        """What a worker takes must be held somewhere that it names, or be unproven."""
-        taken: dict[int, list[Box]] = defaultdict(list)
-        for part in described.partial:
-            taken[part.index].append(Box(part.offsets, part.lengths))
-        held: dict[int, set[Box]] = defaultdict(set)
-        for holding, box in zip(described.holdings, self._boxes, strict=True):
-            held[holding.index].add(box)
-        for index, spec in enumerate(self._manifest.tensors):
-            if index in self.reasons or index in tied or spec.numel == 0:
-                continue
-            boxes = taken.get(index) or [Box.whole(spec.shape)]
-            if set(boxes) <= held[index]:
-                continue
-            both = {
-                common
-                for box in boxes
-                for other in held[index]
-                if (common := box.intersect(other)) is not None
-            }
-            read, all_ = union_numel(both), union_numel(boxes)
-            if read < all_:
-                self.reasons[index] = f"only {read} of {all_} elements can be read back"
-
-
-def _tied(name: str, manifest: Manifest, described: Described) -> Iterator[tuple[int, int]]:
-    """Tensors that are not held by themselves, but as another."""
-    held = {holding.index for holding in described.holdings}
-    for index, other in described.tied:
-        if not (0 <= index < len(manifest) and 0 <= other < len(manifest)):
-            raise ProtocolError(f"{name} described tensors {index} and {other} as tied")
-        if index not in held:
-            yield index, other
-
-
-def _reasons(name: str, manifest: Manifest, described: Described) -> dict[int, str]:
-    for index, _ in described.unproven:
-        if not 0 <= index < len(manifest):
-            raise ProtocolError(f"{name} speaks of tensor {index}, which is not there")
-    return dict(described.unproven)
-
-
-def _checked(name: str, manifest: Manifest, holding: Holding) -> Box:
-    try:
-        box = holding.box
-    except ManifestError as error:
-        raise ProtocolError(f"{name} describes an impossible holding: {error}") from error
-    if not 0 <= holding.index < len(manifest):
-        raise ProtocolError(f"{name} holds a part of tensor {holding.index}, which is not there")
-    spec = manifest.tensors[holding.index]
-    if not box.within(spec.shape) or (holding.level == "spot" and not spec.shape):
-        raise ProtocolError(f"{name} holds {box} of {spec.name!r}, which has {list(spec.shape)}")
-    return box
-
-
-def _slice(box: Box) -> str:
-    sides = zip(box.offsets, box.lengths, strict=True)
-    return "[" + ", ".join(f"{first}:{first + length}" for first, length in sides) + "]"
+def _tiles(manifest: Manifest, workers: Sequence[WorkerPlan]) -> tuple[Part, ...]:
+    """Of tensors that all workers' holdings together tile exactly, these holdings, each once: those
+    of one tensor that is cut among ranks, or into the pieces of a stack."""
+    of_tensor: dict[int, dict[Part, None]] = defaultdict(dict)
+    for worker in workers:
+        for part in worker.slices:
+            of_tensor[part.index][part] = None
+    return tuple(
+        part
+        for index, parts in of_tensor.items()
+        if tiles_exactly([part.boxes[0] for part in parts], manifest.tensors[index].shape)
+        for part in parts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +195,7 @@ class Judge:
 
     Args:
         expected: what its models must hold; None where nobody is to look.
-        level: of all tensors, where nobody looks.
+        level: of all tensors, where nobody looks; else of those that cannot be read back.
     """
 
     def __init__(self, plan: ServedPlan, expected: Expected | None, level: ProofLevel) -> None:
@@ -357,7 +228,7 @@ class Judge:
         levels = plan.levels.copy()
         for proof in proofs:
             for name in proof.unproven:
-                levels[plan.manifest.index[name]] = LEVELS.index("received")
+                levels[plan.manifest.index[name]] = self._level
         return Verdict(proofs, levels, shares(plan.manifest, levels), plan.hash)
 
 

@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import Protocol
 
@@ -88,6 +89,9 @@ class Session:
             sock.close()
             raise
         self._send_lock = threading.Lock()
+        self._backlog: deque[Message] = deque()
+        """Answers of the engine's thread that wait to be sent, the first of them under way."""
+        self._backlog_lock = threading.Lock()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="weightsync-receiver", daemon=True)
         try:
@@ -108,33 +112,68 @@ class Session:
 
     def answer_from_engine(self, message: Message) -> None:
         """Send, from the engine's thread, which must not wait: the sender may read only once the
-        engine call is over. What the socket does not take at once is sent by a thread of its own.
+        engine call is over. What the socket does not take at once is sent by a thread of its own,
+        and so is what comes after it.
         """
-        self._send_lock.acquire()
-        rest = memoryview(b"")
-        try:
-            if not self._ended:
-                rest = self.channel.send_at_once(message)
-            if rest:
+        with self._backlog_lock:
+            if self._backlog:
+                self._backlog.append(message)
+                return
+            locked = self._send_lock.acquire(blocking=False)
+            try:
+                rest = None
+                if locked:
+                    rest = memoryview(b"") if self._ended else self.channel.send_at_once(message)
+                    if not rest:
+                        return
+                self._backlog.append(message)
                 threading.Thread(
-                    target=self._send_rest, args=(rest,), name="weightsync-answer", daemon=True
+                    target=self._send_backlog, args=(rest,), name="weightsync-answer", daemon=True
                 ).start()
-        except (WeightSyncError, OSError, ValueError, RuntimeError) as error:
-            log.warning("an answer did not reach the sender: %s", error)
-            self.channel.hang_up()  # half a message may be out
-            rest = memoryview(b"")
-        finally:
-            if not rest:
-                self._send_lock.release()
+                locked = False  # the thread's from now on
+            except (WeightSyncError, OSError, ValueError, RuntimeError) as error:
+                self._backlog.clear()
+                self._lose(error)
+            finally:
+                if locked:
+                    self._send_lock.release()
 
-    def _send_rest(self, rest: memoryview) -> None:
+    def _send_backlog(self, rest: memoryview | None) -> None:
+        """
+        Args:
+            rest: of the first message, which is under way, with the lock held for it; None where
+                it is not.
+        """
+        deadline = Deadline.after(ENGINE_CALL_SECONDS)
         try:
-            self.channel.send_rest(rest, Deadline.after(ENGINE_CALL_SECONDS))
+            if rest is not None:
+                try:
+                    self.channel.send_rest(rest, deadline)
+                finally:
+                    self._send_lock.release()
+                if not self._next_in_backlog():
+                    return
+            while True:
+                with self._send_lock:
+                    if not self._ended:
+                        self.channel.send(self._backlog[0], deadline)
+                if not self._next_in_backlog():
+                    return
         except (WeightSyncError, OSError, ValueError) as error:
-            log.warning("an answer did not reach the sender: %s", error)
-            self.channel.hang_up()
-        finally:
-            self._send_lock.release()
+            self._lose(error)
+            with self._backlog_lock:
+                self._backlog.clear()
+
+    def _next_in_backlog(self) -> bool:
+        """The first was sent; whether there is another."""
+        with self._backlog_lock:
+            self._backlog.popleft()
+            return bool(self._backlog)
+
+    def _lose(self, error: Exception) -> None:
+        """Half a message may be out: nothing can follow it."""
+        log.warning("an answer did not reach the sender: %s", error)
+        self.channel.hang_up()
 
     def supersede(self, epoch: int) -> None:
         """Tell this sender that a newer one has taken over, if it listens, and hang up. Does not

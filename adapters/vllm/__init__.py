@@ -12,6 +12,11 @@ package imports nothing of vLLM.
     support           vLLMs that lack what a reload needs
     trace             the meta twin and what its loader takes     (private names of vLLM)
     reload            whole tensors through layerwise reload      (private names of vLLM)
+    served            what the live model holds, digested after an update
+    readable          how each parameter can be read back   (private names of vLLM)
+    probe             packed linear layers, through a product (private names of vLLM)
+    experts           packed experts                        (private names of vLLM)
+    packing           where packing moves elements, learnt from it
     loaders           which parameters a loader writes through their own loader
     guard             refuses requests while a worker is poisoned
     ways              the ways into an engine's workers, and which of them it offers

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from weightsync.adapters.vllm.limits import check_quantization
+from weightsync.adapters.vllm.thoughts import check_mode, of_completion, refused
 from weightsync.adapters.vllm.ways import EXTENSION, Offer, ThroughWay, choose
 from weightsync.deadline import Deadline
 from weightsync.engines.base import PauseMode
@@ -88,6 +89,20 @@ class VllmServer(ThroughWay):
             self._post("/reset_mm_cache", deadline)
             self._post("/reset_encoder_cache", deadline)
 
+    def logprobs(self, prompt: Sequence[int], deadline: Deadline) -> list[float]:
+        check_mode(self.name, self._logprobs_mode)
+        body = {
+            "model": self._served_name(deadline),
+            "prompt": list(prompt),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 1,
+        }
+        answer = self._send("POST", "/v1/completions", deadline, body)
+        if 400 <= answer.status_code < 500:
+            raise refused(self.name, answer.text[:2000])
+        return of_completion(self.name, prompt, self._content(answer, "POST", "/v1/completions"))
+
     def close(self) -> None:
         self._http.close()
 
@@ -133,6 +148,7 @@ class VllmServer(ThroughWay):
         model_config = config.get("model_config") or {}
         check_quantization(f"the server at {self._url}", model_config.get("quantization"))
         self._way = way
+        self._logprobs_mode = model_config.get("logprobs_mode")
         self.workers = size
         self._reports_version = self._has_route("/weight_info", deadline)
         self._connector = config.get("kv_transfer_config") is not None
@@ -150,6 +166,11 @@ class VllmServer(ThroughWay):
             ) from error
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             return "MODEL"  # not the OpenAI routes; what matters is asked next
+
+    def _served_name(self, deadline: Deadline) -> str:
+        """Of the model itself; adapters, of which none is taken, would come after it."""
+        models = self._get("/v1/models", deadline).get("data") or [{}]
+        return str(models[0].get("id"))
 
     def _has_route(self, path: str, deadline: Deadline) -> bool:
         """Whether there is such a route. One that wants a POST is there, but answers no GET."""
@@ -187,7 +208,9 @@ class VllmServer(ThroughWay):
         return self._request("POST", path, deadline, body)
 
     def _request(self, method: str, path: str, deadline: Deadline, body: Any) -> dict[str, Any]:
-        answer = self._send(method, path, deadline, body)
+        return self._content(self._send(method, path, deadline, body), method, path)
+
+    def _content(self, answer: httpx.Response, method: str, path: str) -> dict[str, Any]:
         if answer.status_code >= 400:
             raise ConnectError(
                 f"{self.name} answered {answer.status_code} to {method} {path}: "

@@ -1,16 +1,18 @@
-"""A ``vllm.LLM`` of this process, from the trainer's side. Imports nothing of vLLM."""
+"""A ``vllm.LLM`` of this process, from the trainer's side. Imports nothing of vLLM before it is
+called."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from weightsync.adapters.vllm.limits import check_quantization
+from weightsync.adapters.vllm.thoughts import check_mode, is_of_request, of_output, refused
 from weightsync.adapters.vllm.ways import EXTENSION, Offer, ThroughWay, choose
 from weightsync.deadline import Deadline
 from weightsync.engines.base import PauseMode
-from weightsync.errors import ConnectError
+from weightsync.errors import ConnectError, UpdateRefused
 
 __all__ = ["VllmObject"]
 
@@ -68,6 +70,7 @@ class VllmObject(ThroughWay):
             )
         check_quantization("this LLM", config.model_config.quantization)
         self._way = way
+        self._logprobs_mode = getattr(config.model_config, "logprobs_mode", None)
         self._reports_version = hasattr(llm, "update_weight_version")
         self.workers = int(llm.get_world_size())
         self._multimodal = bool(config.model_config.multimodal_config)
@@ -117,6 +120,35 @@ class VllmObject(ThroughWay):
         if self._multimodal:
             self._run(deadline, self._llm.reset_mm_cache)
             self._run(deadline, self._llm.llm_engine.reset_encoder_cache)
+
+    def logprobs(self, prompt: Sequence[int], deadline: Deadline) -> list[float]:
+        """Besides the protocol's: UpdateRefused, where requests of the owner's are in flight:
+        taking steps would take their tokens from him."""
+        from vllm import SamplingParams
+
+        check_mode(self.name, self._logprobs_mode)
+        count = self._llm.llm_engine.get_num_unfinished_requests()
+        if count:
+            raise UpdateRefused(
+                f"{self.name} has {count} request(s) in flight, whose tokens their owner would "
+                "miss if others took steps",
+                remedy="let generate() return first, or end them with pause='abort'",
+            )
+        sampling = SamplingParams(
+            temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False, ignore_eos=True
+        )
+        request = {"prompt_token_ids": list(prompt)}
+
+        def generate() -> Any:
+            return self._llm.generate([request], sampling, use_tqdm=False)
+
+        try:
+            (output,) = self._run(deadline, generate)
+        except ConnectError as error:
+            if is_of_request(error.__cause__):
+                raise refused(self.name, str(error.__cause__)) from error
+            raise
+        return of_output(self.name, prompt, output.prompt_logprobs)
 
     def close(self) -> None:
         """Nothing to give up."""

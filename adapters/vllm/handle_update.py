@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import EnginePoisoned, PlanRefused, UpdateRefused, reason_of
-from weightsync.handles import OpenedHandle, open_handle
-from weightsync.inspection import described
+from weightsync.inspection import described, found
 from weightsync.manifest import Manifest, TensorSpec
 from weightsync.messages import Described
+from weightsync.opened_handle import OpenedHandle, open_handle
 from weightsync.plan.match import check_descriptions, tied_apart
 from weightsync.receiver import Receiver
 from weightsync.target import Target
@@ -95,7 +95,7 @@ class HandleUpdate:
                 opened.prove()
                 described = agree(opened.manifest)
                 _check_tied(opened, described)
-            self._apply(opened, receiver)
+            self._apply(opened, described, receiver)
         self._target.admit()
 
     @contextmanager
@@ -137,10 +137,14 @@ class HandleUpdate:
         pairs = [(name, found) for name, found in all_described if found is not None]
         check_descriptions("this engine", manifest, pairs)
 
-    def _apply(self, opened: OpenedHandle, receiver: Receiver) -> None:
+    def _apply(self, opened: OpenedHandle, described: Described, receiver: Receiver) -> None:
         failure: BaseException | None = None
         try:
+            plan, expected = opened.expect(described)
             receiver.apply_whole(opened.weights())
+            plan.judge(
+                expected, [found(self._target, opened.manifest, expected.seed, expected.seeds)]
+            )
         except BaseException as error:
             failure = error
         try:

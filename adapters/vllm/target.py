@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,9 @@ from numpy.typing import NDArray
 from weightsync.adapters.vllm import reload, trace
 from weightsync.adapters.vllm.guard import Mark
 from weightsync.adapters.vllm.limits import unsupported
+from weightsync.adapters.vllm.served import ServedModel
 from weightsync.adapters.vllm.support import unsupported_version
-from weightsync.errors import EnginePoisoned, UpdateRefused
+from weightsync.errors import EnginePoisoned, UpdateRefused, reason_of
 from weightsync.manifest import Manifest
 from weightsync.messages import Mode
 from weightsync.staging import Incoming
@@ -21,8 +25,23 @@ from weightsync.target import ApplyReport, Description, Served, StagedWeights, T
 
 __all__ = ["VllmTarget"]
 
+log = logging.getLogger("weightsync.vllm")
+
 MAX_LAYOUTS = 64
 """Whose traces are remembered at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What is remembered of a manifest.
+
+    Attributes:
+        destinations: names of all parameters that it writes.
+        held: where the model holds it; None where that cannot be told.
+    """
+
+    destinations: frozenset[str]
+    held: ServedModel | None
 
 
 class VllmTarget:
@@ -42,17 +61,34 @@ class VllmTarget:
         self._vllm_config = vllm_config
         self._device = device
         self._mark = Mark()
-        self._destinations: dict[str, frozenset[str]] = {}
+        self._layouts: dict[str, _Layout] = {}
+        # What noted how things were before an update, until one has been committed: a later one
+        # does not cure what an earlier one broke beside the tensors.
+        self._under_way: ServedModel | None = None
 
     def describe(self, manifest: Manifest, *, whole: bool) -> Description:
         problems = [*unsupported_version(), *unsupported(self._vllm_config)]
         if problems:
             return Description(tuple(problems))
-        found, destinations = trace.describe(self._vllm_config, manifest, whole=whole)
-        if len(self._destinations) >= MAX_LAYOUTS:
-            self._destinations.clear()
-        self._destinations[manifest.hash] = destinations
-        return found
+        traced = trace.describe(self._vllm_config, manifest, whole=whole)
+        if len(self._layouts) >= MAX_LAYOUTS:
+            self._layouts.clear()
+        if traced.found.problems:
+            self._layouts[manifest.hash] = _Layout(traced.destinations, None)
+            return traced.found
+        try:
+            held = ServedModel(self._model, manifest, traced.trace, captured=self._captured())
+        except Exception as error:
+            # An update is possible nevertheless; only its proof ends before the model.
+            log.exception("what the model holds cannot be read back")
+            self._layouts[manifest.hash] = _Layout(traced.destinations, None)
+            unproven = tuple(
+                (index, f"cannot be read back: {reason_of(error)}"[:500])
+                for index in range(len(manifest))
+            )
+            return dataclasses.replace(traced.found, unproven=unproven)
+        self._layouts[manifest.hash] = _Layout(traced.destinations, held)
+        return dataclasses.replace(traced.found, holdings=held.holdings, unproven=held.unproven)
 
     def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
         return incoming.digest()
@@ -64,8 +100,10 @@ class VllmTarget:
         from vllm.config import set_current_vllm_config
 
         manifest = weights.manifest
-        if manifest.hash not in self._destinations:
-            self.describe(manifest, whole=True)  # forgotten among many others
+        layout = self._layout(manifest)
+        if layout.held is not None and self._under_way is None:
+            layout.held.note()
+            self._under_way = layout.held
         taken: list[str] = []
         # Some hooks of some versions set vLLM's current configuration around this, others do not.
         with set_current_vllm_config(self._vllm_config):
@@ -73,7 +111,7 @@ class VllmTarget:
                 self._model,
                 self._vllm_config.model_config,
                 _counted(weights.tensors(), taken),
-                self._destinations[manifest.hash],
+                layout.destinations,
             )
         self._check_all_updated(manifest, taken)
         return ApplyReport(load_seconds=seconds)
@@ -96,14 +134,28 @@ class VllmTarget:
         reload.undo(self._model)
 
     def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
-        """Nothing: the CPU engine's linear layers hold packed copies. What was handed to its
-        loader is proven instead."""
-        return Served()
+        held = self._layout(manifest).held
+        if held is None:
+            return Served()
+        found, under_way = held.look(seed, seeds), self._under_way
+        if under_way is None:
+            return found
+        return dataclasses.replace(found, faults=(*found.faults, *under_way.changed()))
+
+    def _layout(self, manifest: Manifest) -> _Layout:
+        if manifest.hash not in self._layouts:
+            self.describe(manifest, whole=True)  # forgotten among many others
+        return self._layouts[manifest.hash]
+
+    def _captured(self) -> bool:
+        """Whether graphs were captured that read weights where they lay then."""
+        return self._device.type == "cuda" and not self._vllm_config.model_config.enforce_eager
 
     def refuse(self, reason: str) -> None:
         self._mark.set(reason)
 
     def admit(self) -> None:
+        self._under_way = None
         self._mark.clear()
 
     def close(self) -> None:

@@ -15,10 +15,25 @@ from weightsync.adapters.vllm.loaders import recorded
 from weightsync.errors import Problem
 from weightsync.manifest import Manifest
 from weightsync.plan.lint import lint
-from weightsync.plan.trace import trace_loader
+from weightsync.plan.trace import Trace, trace_loader
 from weightsync.target import Description
 
-__all__ = ["describe", "meta_twin", "own_config"]
+__all__ = ["Traced", "describe", "meta_twin", "own_config"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """What a worker's model would make of a manifest.
+
+    Attributes:
+        found: said of it, but for where the model holds what.
+        destinations: names of all parameters that would be written.
+        trace: of the loader.
+    """
+
+    found: Description
+    destinations: frozenset[str]
+    trace: Trace
 
 
 def meta_twin(vllm_config: Any) -> torch.nn.Module:
@@ -40,17 +55,12 @@ def meta_twin(vllm_config: Any) -> torch.nn.Module:
         torch.set_default_dtype(before)
 
 
-def describe(
-    vllm_config: Any, manifest: Manifest, *, whole: bool
-) -> tuple[Description, frozenset[str]]:
+def describe(vllm_config: Any, manifest: Manifest, *, whole: bool) -> Traced:
     """Trace the loader of this worker's model over a manifest. Called on the engine's thread:
     vLLM's current config is global.
 
     Args:
         whole: the manifest is meant to be all of the model, not a declared part.
-
-    Returns:
-        The description, and the names of all parameters that would be written.
     """
     from vllm.config import set_current_vllm_config
 
@@ -92,7 +102,8 @@ def describe(
         Problem("loader", name, "is written past its weight_loader, where vLLM's reload loses it")
         for name in sorted(destinations - seen)
     ]
-    return dataclasses.replace(found, problems=(*found.problems, *lost)), destinations
+    found = dataclasses.replace(found, problems=(*found.problems, *lost))
+    return Traced(found, destinations, trace)
 
 
 def own_config(vllm_config: Any) -> Any:

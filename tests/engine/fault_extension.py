@@ -7,7 +7,7 @@ import signal
 
 from weightsync.adapters.vllm.worker_extension import WeightSyncWorkerExtension
 from weightsync.errors import DigestMismatch, ProofFailed
-from weightsync.handles import OpenedHandle
+from weightsync.opened_handle import OpenedHandle
 from weightsync.target import StagedWeights
 
 

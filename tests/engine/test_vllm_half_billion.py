@@ -92,7 +92,9 @@ def test_push_delivers_a_sharded_checkpoint_in_little_memory(
     peak = peak_memory([sys.executable, "-m", "weightsync.cli", *push], output)
     receipt = ws.Receipt.from_json(output.read_text())
     assert receipt.intact and receipt.nbytes == NBYTES and receipt.version == "B"
-    assert receipt.levels["received"].tensors == 290
+    assert sum(share.tensors for share in receipt.levels.values()) == 290
+    proven = sum(share.nbytes for level, share in receipt.levels.items() if level != "received")
+    assert proven / NBYTES > 0.99, receipt.levels
     # Peak resident memory counts the arena's pages too, which are shared with the engine.
     assert peak - NBYTES < 200e6, f"{(peak - NBYTES) / 1e6:.0f} MB beside the arena"
     assert gap(server, trainer) < TOLERANCE

@@ -7,13 +7,21 @@ import torch
 
 import weightsync as ws
 from weightsync.adapters.vllm.ways import EXTENSION
-from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused, UpdateAborted
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    ConnectError,
+    EnginePoisoned,
+    PlanRefused,
+    UpdateAborted,
+    UpdateRefused,
+)
 from weightsync.target import StagedWeights
 from weightsync.testing import (
     LONG_PROMPT,
     PROMPTS,
     build_checkpoint,
     load_trainer,
+    prompt_logprobs,
     score,
     vllm_rollouts,
 )
@@ -90,7 +98,7 @@ def test_updates_serve_exactly_the_trainers_weights_also_from_the_prefix_cache(r
             sender._outbox.arena.view()[:] = 0xA5
             rig.assert_serves(variant)
         assert rig.llm.get_weight_version() == receipt.version == str(version)
-        assert receipt.proven == "received" and receipt.engines[0].workers[0].load_seconds > 0
+        assert receipt.proven == "served" and receipt.engines[0].workers[0].load_seconds > 0
     if rig.name == "qwen2_tied":
         assert receipt.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -296,6 +304,89 @@ def test_a_poisoned_engine_ends_what_was_in_flight(
             sender.sync("never")
         assert finished(rig) == []
         sender.sync("cured")
+    rig.assert_serves("B")
+
+
+def thinks(rig: Rig, variant: str, prompt: list[int]) -> float:
+    """By how much the engine's log-probabilities of a prompt differ from a trainer's."""
+    found = rig.engine.logprobs(prompt, Deadline.after(60))
+    expected = prompt_logprobs(rig.models[variant], prompt)
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
+def noise(model: torch.nn.Module) -> None:
+    """Another model, also in what it keeps of earlier tokens."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("layers.0.input_layernorm.weight"):
+            with torch.no_grad():
+                parameter.mul_(torch.linspace(0.5, 1.5, parameter.numel()))
+
+
+def test_what_it_thinks_of_a_prompt_comes_from_no_cache(rig: Rig) -> None:
+    for variant in "BA":
+        with rig.sender(variant) as sender:
+            sender.sync(variant)
+        for prompt in (*PROMPTS, LONG_PROMPT):
+            rig.rollouts([prompt])  # in the cache now, what can be
+            assert thinks(rig, variant, prompt) <= TOLERANCE
+    # Other weights, behind the back of everybody who would reset a cache.
+    before = {name: p.clone() for name, p in rig.models["A"].named_parameters()}
+    try:
+        noise(rig.models["A"])
+        assert thinks(rig, "A", LONG_PROMPT) > 100 * TOLERANCE
+        rig.llm.apply_model(noise)
+        assert thinks(rig, "A", LONG_PROMPT) <= TOLERANCE
+    finally:
+        with torch.no_grad():
+            for name, parameter in rig.models["A"].named_parameters():
+                parameter.copy_(before[name])
+        with rig.sender("A") as sender:
+            sender.sync("mended")
+    rig.assert_serves("A")
+
+
+def canary(rig: Rig, variant: str, prompt: list[int] = LONG_PROMPT) -> ws.Canary:
+    return ws.Canary(prompt, prompt_logprobs(rig.models[variant], prompt), 1e-4)
+
+
+def test_a_canary_passes_with_the_right_weights_and_poisons_with_others(rig: Rig) -> None:
+    with rig.sender("A") as sender:
+        sender.sync("A")
+    variant = "A"
+    with rig.sender("B", proof="canary", canary=lambda: canary(rig, variant)) as sender:
+        with pytest.raises(EnginePoisoned, match="does not think as the trainer does"):
+            sender.sync("B")
+        assert rig.llm.get_weight_version() == "A"
+        with pytest.raises(UpdateRefused, match="may hold a mixture"):
+            rig.engine.logprobs(PROMPTS[0], Deadline.after(60))
+        variant = "B"
+        receipt = sender.sync("cured")
+    assert receipt.proven == "canary" and receipt.digest == ""
+    assert 0 <= receipt.engines[0].canary <= TOLERANCE
+    assert rig.llm.get_weight_version() == "cured"
+    rig.assert_serves("B")
+
+
+def test_what_keeps_an_engine_from_answering_is_found_out_before_anything_changes(
+    rig: Rig,
+) -> None:
+    with rig.sender("A") as sender:
+        sender.sync("A")
+    made = canary(rig, "B")
+    in_flight(rig, "kept")
+    with rig.sender("B", canary=lambda: made) as sender:
+        with pytest.raises(UpdateAborted, match=r"1 request\(s\) in flight"):
+            sender.sync("never")
+        (output,) = finished(rig)
+        assert len(output.outputs[0].token_ids) == 32
+        in_flight(rig, "ended")
+        sender.sync("B", pause="abort")
+        assert finished(rig) == []
+        for prompt in ([1] * 512, [1, 10**6]):  # as long as its context; no token of it
+            made = ws.Canary(prompt, [-1.0] * (len(prompt) - 1), 0.1)
+            with pytest.raises(UpdateAborted, match="does not say what it thinks"):
+                sender.sync("never")
+    assert rig.llm.get_weight_version() == "B"
     rig.assert_serves("B")
 
 

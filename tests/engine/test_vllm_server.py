@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,15 @@ from servers import Server, shell_server, vllm_server
 import weightsync as ws
 from weightsync.adapters.vllm.ways import EXTENSION
 from weightsync.deadline import Deadline
-from weightsync.errors import ConnectError, EnginePoisoned, PlanRefused, RolledBack, Superseded
+from weightsync.errors import (
+    ConnectError,
+    EnginePoisoned,
+    PlanRefused,
+    RolledBack,
+    Superseded,
+    UpdateAborted,
+    UpdateRefused,
+)
 from weightsync.testing import (
     LONG_PROMPT,
     PROMPTS,
@@ -28,6 +37,7 @@ from weightsync.testing import (
     build_checkpoint,
     completions_rollouts,
     load_trainer,
+    prompt_logprobs,
     score,
 )
 
@@ -167,6 +177,48 @@ def test_a_request_in_flight_when_its_engine_is_poisoned_ends(rig: Rig) -> None:
             staged.commit(pause="keep")
         assert flying.result(30)["choices"][0]["finish_reason"] == "abort"
         sender.sync("cured")
+    rig.assert_serves("B")
+
+
+def canary(rig: Rig, variant: str, prompt: list[int] = LONG_PROMPT) -> ws.Canary:
+    return ws.Canary(prompt, prompt_logprobs(rig.models[variant], prompt), 1e-4)
+
+
+def test_a_canary_over_http_passes_with_the_right_weights_and_poisons_with_others(
+    rig: Rig,
+) -> None:
+    rig.sync("A", "A")
+    for prompt in (*PROMPTS, LONG_PROMPT):
+        rig.rollouts([prompt])  # in the prefix cache now, what can be
+        found = rig.engine.logprobs(prompt, Deadline.after(60))
+        assert found == pytest.approx(prompt_logprobs(rig.models["A"], prompt), abs=TOLERANCE)
+    variant = "A"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        ws.WeightSender(
+            ws.ModuleSource(rig.models["B"]),
+            [rig.engine],
+            proof="canary",
+            canary=lambda: canary(rig, variant),
+        ) as sender,
+    ):
+        staged = sender.stage("B")
+        flying = in_flight(rig, pool, 480)
+        with pytest.raises(EnginePoisoned, match="does not think as the trainer does"):
+            staged.commit(pause="keep")
+        assert flying.result(30)["choices"][0]["finish_reason"] == "abort"
+        assert rig.version() == "A" and rig.engine.is_paused(Deadline.after(10))
+        with pytest.raises(UpdateRefused, match="may hold a mixture"):
+            rig.engine.logprobs(PROMPTS[0], Deadline.after(60))
+        variant = "B"
+        receipt = sender.sync("cured")
+        assert receipt.proven == "canary" and 0 <= receipt.engines[0].canary <= TOLERANCE
+        assert rig.version() == "cured" and not rig.engine.is_paused(Deadline.after(10))
+        rig.assert_serves("B")
+        sender._canary = lambda: ws.Canary([1] * 512, [-1.0] * 511, 0.1)
+        with pytest.raises(UpdateAborted, match="does not say what it thinks"):
+            sender.sync("never")
+    assert rig.version() == "cured" and not rig.engine.is_paused(Deadline.after(10))
     rig.assert_serves("B")
 
 
@@ -402,6 +454,54 @@ def test_an_update_of_a_sleeping_engine_ends_and_is_served_when_it_wakes(rig: Ri
         client.post("/wake_up").raise_for_status()
     assert rig.version() == "B"
     rig.assert_serves("B")
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weightsync.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_pushed_checkpoint_is_verified_and_another_is_told_from_it(
+    rig: Rig, tmp_path: Path
+) -> None:
+    url, log = f"vllm+{rig.server.url}", tmp_path / "receipts.jsonl"
+    both = {variant: build_checkpoint(rig.name, variant) for variant in "AB"}
+    for proof in ("off", "received", "served"):
+        pushed = command(
+            *("push", both["B"], "--engine", url, "--version", f"B {proof}"),
+            *("--proof", proof, "--receipts", log),
+        )
+        assert pushed.returncode == 0, pushed.stderr
+        says = {"off": "100 % unproven", "received": "100 % received"}.get(proof, "% ")
+        assert f"serves version 'B {proof}'" in pushed.stdout and says in pushed.stdout
+    verify = ("verify", both["B"], "--engine", url)
+    looked = command(*verify, "--receipts", log)
+    receipt = ws.Receipt.from_json(command(*verify, "--json").stdout)
+    assert receipt.intact and receipt.mode == "look" and receipt.version == "B served"
+    read = sum(
+        receipt.levels[level].nbytes for level in ("served", "spot") if level in receipt.levels
+    )
+    assert read > 0
+    assert looked.returncode == 0, looked.stderr
+    assert f"{rig.engine.name} reports version 'B served', and differs in nothing" in looked.stdout
+    unproven = {n for w in receipt.engines[0].workers if w.proof for n in w.proof.unproven}
+    assert looked.stdout.count("cannot be read back") == min(len(unproven), 10)
+    other = command("verify", both["A"], "--engine", url, "--receipts", log)
+    assert other.returncode == 1 and "the model does not hold the trainer's" in other.stderr
+    assert "model.norm.weight" in command("verify", both["A"], "--engine", url, "--json").stdout
+    rig.assert_serves("B")
+    shown = json.loads(command("receipts", "show", log, "--json").stdout)
+    found = [one["receipt"] for one in shown]
+    assert [one["mode"] for one in found] == ["staged"] * 3 + ["look"]
+    assert [one["version"] for one in found] == ["B off", "B received", *["B served"] * 2]
+    assert found[2]["levels"] == found[3]["levels"], "what was proven once is found again"
+    sound = command("receipts", "check", log, "--last", found[-1]["hash"])
+    assert sound.stdout == "sound: 4 receipt(s)\n"
 
 
 def test_an_older_sender_learns_that_it_was_superseded(rig: Rig) -> None:

@@ -11,7 +11,7 @@ from engine_settings import python_path
 from test_vllm_in_process import Rig
 
 import weightsync as ws
-from weightsync.errors import EnginePoisoned, PlanRefused
+from weightsync.errors import EnginePoisoned, PlanRefused, ServedMismatch
 
 
 class ParallelRig(Rig):
@@ -49,6 +49,24 @@ def test_both_workers_serve_exactly_the_trainers_weights(rig: ParallelRig) -> No
             receipt = sender.sync(version)
         rig.assert_serves(variant)
         assert len(receipt.engines[0].workers) == 2
+
+
+def test_each_worker_proves_its_own_part_of_every_tensor(rig: ParallelRig) -> None:
+    sources = {variant: ws.ModuleSource(rig.models[variant]) for variant in "AB"}
+    with ws.WeightSender(sources["B"], [rig.engine], proof="served") as sender:
+        receipt = sender.sync("B")
+    assert receipt.proven == "served" and list(receipt.levels) == ["served"]
+    for proven in (receipt, ws.prove(sources["B"], [rig.engine])):
+        proofs = [worker.proof for worker in proven.engines[0].workers]
+        assert all(proof and not proof.spot and not proof.unproven for proof in proofs)
+        sizes = [proof.nbytes for proof in proofs if proof]
+        # Norms are on both; tied embeddings are proven twice, as they lie and packed.
+        assert max(sizes) < receipt.nbytes < sum(sizes)
+    with pytest.raises(ServedMismatch) as refusal:
+        ws.prove(sources["A"], [rig.engine])
+    wrong = {(mismatch.tensor, mismatch.worker) for mismatch in refusal.value.mismatches}
+    names = {spec.name for spec in sources["A"].manifest().tensors}
+    assert {name for name, _ in wrong} == names and len({worker for _, worker in wrong}) == 2
 
 
 def test_what_no_worker_takes_is_refused_also_where_each_takes_a_part(rig: ParallelRig) -> None:

@@ -129,7 +129,7 @@ def test_a_tied_head_that_is_sent_apart_must_have_its_embeddings_bytes(rig: Rig)
     with ws.WeightSender(ws.StateDictSource(state), [rig.engine]) as sender:
         receipt = sender.sync("B")
         assert receipt.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-        assert receipt.levels["received"].tensors == len(state) - 1
+        assert receipt.levels["served"].tensors == len(state) - 1
         rig.assert_serves("B")
         before = rig.rollouts(PROMPTS)
         state["lm_head.weight"][-1, -1] += 1

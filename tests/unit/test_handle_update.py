@@ -13,7 +13,13 @@ import torch
 
 import weightsync as ws
 from weightsync.adapters.vllm.handle_update import HandleUpdate
-from weightsync.errors import EnginePoisoned, PlanRefused, TransportError, UpdateRefused
+from weightsync.errors import (
+    EnginePoisoned,
+    PlanRefused,
+    ServedMismatch,
+    TransportError,
+    UpdateRefused,
+)
 from weightsync.handles import ExportedHandles, export_handles, state_dict_info
 from weightsync.manifest import Manifest
 from weightsync.module_target import ModuleTarget
@@ -69,6 +75,7 @@ class Breakable(ModuleTarget):
         self.describe_raises: BaseException | None = None
         self.apply_raises: BaseException | None = None
         self.restore_raises: BaseException | None = None
+        self.spoils = False
         self.done: list[str] = []
 
     def describe(self, manifest: Manifest, *, whole: bool) -> Description:
@@ -81,7 +88,11 @@ class Breakable(ModuleTarget):
             with torch.no_grad():
                 self.first.fill_(-1)
             raise self.apply_raises
-        return super().apply(weights)
+        report = super().apply(weights)
+        if self.spoils:
+            with torch.no_grad():
+                self.first[-1, -1] = -self.first[-1, -1]
+        return report
 
     def refuse(self, reason: str) -> None:
         self.done.append("refuse")
@@ -149,6 +160,7 @@ class Engine:
         self.table.start_anew()
         for worker in self.workers:
             worker.target.apply_raises = worker.target.describe_raises = None
+            worker.target.spoils = False
         assert self.take(9) == [None] * WORKERS
         self.assert_serves(9)
 
@@ -246,6 +258,21 @@ def test_one_that_fails_to_load_poisons_all(
         assert said.rstrip() in str(worker.poisoned)
         assert worker.receiver.status().version is None
     assert engine.table.counts == [2] * WORKERS
+    engine.assert_cured()
+
+
+@pytest.mark.parametrize("rank", [0, WORKERS - 1])
+def test_one_whose_model_holds_something_else_afterwards_poisons_all(
+    engine: Engine, rank: int
+) -> None:
+    engine.workers[rank].target.spoils = True
+    errors = engine.take(2)
+    assert isinstance(errors[rank].__cause__, ServedMismatch)
+    assert [m.tensor for m in errors[rank].__cause__.mismatches] == ["first"]
+    for error, worker in zip(errors, engine.workers, strict=True):
+        assert isinstance(error, EnginePoisoned)
+        assert f"worker {rank}: the model does not hold" in str(worker.poisoned)
+        assert "'first'" in str(error) and "What to do" in str(error)
     engine.assert_cured()
 
 

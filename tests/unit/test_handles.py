@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import weightsync as ws
-from weightsync import handles
+from weightsync import opened_handle
 from weightsync.digest import digest_tensors
 from weightsync.errors import (
     ManifestError,
@@ -26,7 +26,8 @@ from weightsync.errors import (
     SourceError,
     UpdateRefused,
 )
-from weightsync.handles import ExportedHandles, export_handles, host_id, open_handle
+from weightsync.handles import ExportedHandles, export_handles, host_id
+from weightsync.opened_handle import open_handle
 from weightsync.transport.shm import ShmArena
 
 STATE = {
@@ -51,7 +52,7 @@ def handle_of(exported: ExportedHandles) -> dict[str, Any]:
 def test_another_process_opens_proves_and_reads_the_same_bytes(exported: ExportedHandles) -> None:
     code = (
         "import json, sys\n"
-        "from weightsync.handles import open_handle\n"
+        "from weightsync.opened_handle import open_handle\n"
         "with open_handle(json.load(sys.stdin)['cpu-2']) as opened:\n"
         "    opened.prove()\n"
         "    tensors = dict(opened.weights().tensors())\n"
@@ -138,7 +139,7 @@ def test_a_comparison_of_two_tensors_reads_those_two(monkeypatch: pytest.MonkeyP
     with export_handles(ws.StateDictSource(state), ["cpu-1"]) as exported:
         names = list(state)
         with open_handle(handle_of(exported)) as opened:
-            monkeypatch.setattr(handles, "digest_tensors", recorded)
+            monkeypatch.setattr(opened_handle, "digest_tensors", recorded)
             positions = [opened.manifest.index[name] for name in names]
             place = dict(zip(names, positions, strict=True))
             assert opened.same_bytes(place["tied"], place["d.weight"])

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toys import SHAPES, as_hex, tensors
+from toys import SHAPES, as_hex, canary_of, tensors
 
 from weightsync import StateDictSource, WeightSender
 from weightsync.deadline import Deadline
@@ -23,8 +23,11 @@ from weightsync.testing.toy import ToyEngine
 
 CALLS = ("join", "prepare", "apply", "finish")
 TOLD = ("layout", "begin", "follow", "arm", "commit", "resumed")
-IN_STAGED = [*CALLS, *TOLD, *(f"after_{tag}" for tag in TOLD)]
+ASKED = ("admit", "think")
+"""Where there is a canary."""
+IN_STAGED = [*CALLS, *TOLD, *ASKED, *(f"after_{tag}" for tag in (*TOLD, *ASKED))]
 IN_STREAMED = [moment for moment in IN_STAGED if moment != "apply"]
+
 MOMENTS = [("staged", m) for m in IN_STAGED] + [("streamed", m) for m in IN_STREAMED]
 
 
@@ -44,10 +47,16 @@ def engine(runtime: Path):
 
 
 def test_every_message_that_a_worker_is_told_is_a_moment_here() -> None:
-    answers = {"hello", "joined", "described", "digests", "applied", "ack", "refused"}
-    elsewhere = {"welcome", "abort", "poison"}  # the handshake; after a failure
+    answers = {"hello", "joined", "described", "digests", "applied", "held", "ack", "refused"}
+    # The handshake; after a failure; of who only looks (test_look.py).
+    elsewhere = {"welcome", "abort", "poison", "inspect"}
     tags = {str(message.__struct_config__.tag) for message in AnyMessage.__args__}
-    assert tags == answers | elsewhere | set(TOLD)
+    assert tags == answers | elsewhere | {*TOLD, "admit"}
+
+
+def maker(moment: str):
+    """A canary, where one is needed for the moment to come."""
+    return canary_of(tensors(1), (1, 2, 3)) if moment.removeprefix("after_") in ASKED else None
 
 
 @pytest.mark.parametrize(("mode", "moment"), MOMENTS)
@@ -55,9 +64,10 @@ def test_a_worker_that_is_killed_is_named_and_nothing_stands_in_the_next_ones_wa
     mode: str, moment: str, engine: ToyEngine, runtime: Path
 ) -> None:
     dying = ToyEngine(SHAPES, workers=2, name="dying", faults={1: {"kills_at": moment}})
+    source = StateDictSource(tensors(1))
     with (
         dying,
-        WeightSender(StateDictSource(tensors(1)), [dying], mode=mode, deadline=30) as sender,
+        WeightSender(source, [dying], mode=mode, deadline=30, canary=maker(moment)) as sender,
     ):
         started = time.monotonic()
         with pytest.raises(WeightSyncError, match="dying, worker 1") as failure:
@@ -75,7 +85,7 @@ def test_a_worker_that_is_killed_is_named_and_nothing_stands_in_the_next_ones_wa
 DYING = """
 import json, os, signal, sys
 
-from toys import tensors
+from toys import canary_of, tensors
 
 from weightsync import StateDictSource, WeightSender
 from weightsync.control import Worker
@@ -107,7 +117,7 @@ paused = False
 def at(name):
     '''The handshake and the plan have calls and messages of the same names: those before a pause
     are their own moments.'''
-    return moment == name and (paused or name not in ("finish", "set_version"))
+    return moment == name and (paused or name not in ("finish", "set_version", "think"))
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -134,7 +144,10 @@ def progress(done, total):
     if at("filled"):
         die()
 
-WeightSender(StateDictSource(tensors(1)), [engine], mode=mode, on_progress=progress).sync("never")
+values = tensors(1)
+canary = canary_of(values, (1, 2, 3)) if moment in ("admit", "think") else None
+source = StateDictSource(values)
+WeightSender(source, [engine], mode=mode, on_progress=progress, canary=canary).sync("never")
 """
 
 SENDERS = [
@@ -145,6 +158,7 @@ SENDERS = [
         "welcome",
         "prepare",
         *TOLD,
+        *ASKED,
         "filled",
         "pause",
         "apply",
@@ -176,7 +190,8 @@ def test_a_sender_that_is_killed_is_followed_by_another(
     assert died.returncode == -signal.SIGKILL
     quiet(engine)
     poisoned = [worker["poisoned"] is not None for worker in engine.status()]
-    if moment in ("apply", "finish", "reset_caches") or (mode, moment) == ("streamed", "filled"):
+    applied = ("apply", "finish", "reset_caches", *ASKED)
+    if moment in applied or (mode, moment) == ("streamed", "filled"):
         assert all(poisoned)
     elif moment in ("set_version", "resume", "resumed"):
         assert not any(poisoned) and engine.tensors() == [as_hex(tensors(1))] * 2

@@ -12,26 +12,56 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync import receipt as receipt_file
-from weightsync.receipt import EngineReceipt, LevelShare, Receipt, WorkerReceipt, chain
+from weightsync.receipt import (
+    EngineReceipt,
+    LevelShare,
+    Receipt,
+    WorkerProof,
+    WorkerReceipt,
+    chain,
+)
 
-WORKER = WorkerReceipt("toy/0", "cpu", 0.5, 0.25, 0.125)
-ENGINE = EngineReceipt("toy", "toy 1", "keep", 0.75, {"pause": 0.1, "apply": 0.3}, (WORKER, WORKER))
+LEVELS = {"served": LevelShare(3, 600), "spot": LevelShare(1, 300), "received": LevelShare(1, 100)}
+PROOF = WorkerProof(
+    boxes=7,
+    nbytes=900,
+    digest="ef" * 32,
+    seconds=0.0625,
+    spot=("layers.0.weight",),
+    unproven={"router.weight": "only 3 of 4 elements can be read back"},
+)
+LOOKED = WorkerReceipt("toy/0", "cpu", 0.5, 0.25, 0.125, PROOF)
+UNASKED = WorkerReceipt("toy/1", "cpu", 0.5, 0.25, 0.125)
+ENGINE = EngineReceipt(
+    name="toy",
+    engine="toy 1",
+    pause="keep",
+    paused_seconds=0.75,
+    seconds={"pause": 0.1, "apply": 0.3},
+    workers=(LOOKED, UNASKED),
+    plan_hash="12" * 32,
+    levels=LEVELS,
+    canary=0.0625,
+)
 RECEIPT = chain(
     Receipt(
         version="7",
         update_id="u",
         proven="received",
-        levels={"served": LevelShare(3, 600), "received": LevelShare(2, 400)},
+        levels=LEVELS,
         mode="staged",
         only=("layers.*",),
         nbytes=1000,
         manifest_hash="ab" * 32,
-        digest="cd" * 16,
+        seed="0123456789abcdef",
+        digest="cd" * 32,
         casts={"w": "float32 -> bfloat16"},
         aliases={"lm_head.weight": "embed.weight"},
         untouched={"toy": ("normalizer",)},
         engines=(ENGINE,),
         seconds={"fill": 1.5, "verify": 0.1 + 0.2},
+        versions={"weightsync": "0.1.0", "torch": "2.13.0"},
+        at="2026-01-02T03:04:05.678+00:00",
         previous="",
     )
 )
@@ -56,11 +86,20 @@ def test_the_order_of_json_fields_and_spaces_do_not_matter() -> None:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         return [p for key in value for p in leaves(value[key], (*path, key))]
-    if isinstance(value, list) and value:
+    if isinstance(value, list):
         return [p for i, item in enumerate(value) for p in leaves(item, (*path, i))]
     return [path]
+
+
+def other(value: Any) -> Any:
+    """A value of the same type; for an absent proof, one that nobody made."""
+    if value is None:
+        return json.loads(msgspec.json.encode(PROOF))
+    if isinstance(value, int | float):
+        return value + 1
+    return {"received": "served", "keep": "wait"}.get(value, f"{value}x")
 
 
 @pytest.mark.parametrize("path", leaves(json.loads(RECEIPT.to_json())), ids=str)
@@ -69,11 +108,7 @@ def test_a_change_of_any_field_is_noticed(path: tuple[Any, ...]) -> None:
     inner = content
     for key in path[:-1]:
         inner = inner[key]
-    value = inner[path[-1]]
-    changed = {"received": "served", "keep": "wait"}.get(value)
-    if changed is None:
-        changed = value + (1 if isinstance(value, int | float) else "x")
-    inner[path[-1]] = changed
+    inner[path[-1]] = other(inner[path[-1]])
     assert not Receipt.from_json(json.dumps(content)).intact
 
 
@@ -85,6 +120,10 @@ def test_a_change_of_any_field_is_noticed(path: tuple[Any, ...]) -> None:
         {"engines": ()},
         {"engines": (ENGINE, ENGINE)},
         {"levels": {"served": LevelShare(5, 1000)}},
+        {"engines": (msgspec.structs.replace(ENGINE, workers=(LOOKED,)),)},
+        {"engines": (msgspec.structs.replace(ENGINE, workers=(UNASKED, UNASKED)),)},
+        {"engines": (msgspec.structs.replace(ENGINE, canary=None),)},
+        {"mode": "look"},
     ],
 )
 def test_what_is_added_or_left_out_is_noticed(change: dict[str, Any]) -> None:

@@ -470,8 +470,8 @@ def test_what_a_dead_sender_left_is_cleared_by_the_next(engine: ToyEngine, momen
         name, original = die[moment]
         setattr(engine, name, killed)
         with pytest.raises(DiedError), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("weightsync.commit._unwind", lambda *_, **__: None)
-            patch.setattr("weightsync.commit._poison", lambda *_, **__: None)
+            patch.setattr("weightsync.settling.unwind", lambda *_, **__: None)
+            patch.setattr("weightsync.settling.poison", lambda *_, **__: None)
             staged.commit()
         setattr(engine, name, original)
     else:

@@ -153,7 +153,7 @@ def test_a_worker_that_is_killed_ends_it_at_once_and_by_name() -> None:
 def test_a_worker_that_stands_still_is_named_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weightsync.commit.SETTLE_SECONDS", 2.0)
+    monkeypatch.setattr("weightsync.settling.SETTLE_SECONDS", 2.0)
     large = {**SHAPES, "large.weight": ("float32", (4096, 1024))}  # more than a ring holds
     with (
         ToyEngine(large, workers=2) as engine,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ from weightsync.adapters.vllm.connector_http import VllmServer
 from weightsync.adapters.vllm.support import FUNCTIONS, INFO, lacking
 from weightsync.adapters.vllm.ways import EXTENSION, Offer, choose
 from weightsync.deadline import Deadline
-from weightsync.errors import ConnectError
+from weightsync.errors import ConnectError, UpdateRefused
 
 
 def soon() -> Deadline:
@@ -153,7 +155,9 @@ class Server:
         return httpx.Response(200) if body is None else httpx.Response(200, json=body)
 
 
-def connect(server: Server, monkeypatch: pytest.MonkeyPatch) -> VllmServer:
+def connect(
+    server: Callable[[httpx.Request], httpx.Response], monkeypatch: pytest.MonkeyPatch
+) -> VllmServer:
     original = httpx.Client
 
     def client(**options: Any) -> httpx.Client:
@@ -202,6 +206,67 @@ def test_the_refusal_names_the_flag_that_works_there(
     with pytest.raises(ConnectError, match="'nccl'") as refusal:
         connect(server, monkeypatch)
     assert flag in str(refusal.value.remedy) and "/models/m" in str(refusal.value.remedy)
+
+
+# --- what an engine thinks of a prompt --------------------------------------------------------
+
+
+def thinking(monkeypatch: pytest.MonkeyPatch, answer: Any, mode: str | None = None) -> VllmServer:
+    """A server that answers completions so."""
+    server = Server(sessions=True, versions=True, says_success=True, backend="weightsync")
+    server.routes["/server_info"]["vllm_config"]["model_config"]["logprobs_mode"] = mode
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/v1/completions":
+            return server(request)
+        asked = json.loads(request.content)
+        assert (asked["model"], asked["prompt"], asked["prompt_logprobs"]) == ("m", [5, 6, 7], 1)
+        return answer
+
+    return connect(respond, monkeypatch)
+
+
+def said(*values: Any) -> httpx.Response:
+    return httpx.Response(200, json={"choices": [{"prompt_logprobs": list(values)}]})
+
+
+def test_what_is_said_of_the_prompts_own_tokens_is_picked_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    best = {"9": {"logprob": -0.25, "rank": 1}}
+    answer = said(None, {**best, "6": {"logprob": -1.5}}, {"7": {"logprob": -2.5}, **best})
+    engine = thinking(monkeypatch, answer, "raw_logprobs")
+    assert engine.logprobs((5, 6, 7), soon()) == [-1.5, -2.5]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "says"),
+    [
+        (httpx.Response(400, text="longer than the context"), UpdateRefused, "longer than"),
+        (httpx.Response(404, text="no such model"), UpdateRefused, "no such model"),
+        (httpx.Response(500, text="not JSON compliant"), ConnectError, "not JSON"),
+        (httpx.Response(200, text="hello"), ConnectError, "every token"),
+        (httpx.Response(200, json={"choices": []}), ConnectError, "every token"),
+        (httpx.Response(200, json={"choices": [{"text": ""}]}), ConnectError, "every token"),
+        (said(None, {"6": {"logprob": -1.0}}), ConnectError, "every token"),
+        (said(None, {"6": {"logprob": -1.0}}, {"8": {"logprob": -1.0}}), ConnectError, "every"),
+        (said(None, None, {"7": {"logprob": -1.0}}), ConnectError, "every token"),
+        (said(None, {"6": {"logprob": None}}, {"7": {"logprob": 0}}), ConnectError, "every"),
+    ],
+)
+def test_an_answer_that_says_less_is_a_typed_error(
+    answer: httpx.Response, error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(error, match=says):
+        thinking(monkeypatch, answer).logprobs((5, 6, 7), soon())
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_are_not_taken_for_log_probabilities(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UpdateRefused, match=f"logprobs_mode={mode}"):
+        thinking(monkeypatch, said(), mode).logprobs((5, 6, 7), soon())
 
 
 # --- reload -----------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ EVERY: list[Message] = [
     messages.Held("l", 0, FOUND),
     messages.Welcome(None),
     messages.Applied("u", 1, "RuntimeError: no", 1.0, 0.0),
+    messages.Admit("u"),
     messages.Commit("u"),
     messages.Resumed("u"),
     messages.Abort("u", "because"),

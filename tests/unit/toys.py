@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+
+from weightsync import Canary
+from weightsync.testing.toy_logprobs import toy_logprobs
 
 SHAPES = {
     "embed.weight": ("bfloat16", (17, 8)),
@@ -30,3 +35,10 @@ def as_hex(values: dict[str, torch.Tensor]) -> dict[str, str]:
         name: value.reshape(-1).view(torch.uint8).numpy().tobytes().hex()
         for name, value in values.items()
     }
+
+
+def canary_of(
+    values: dict[str, torch.Tensor], prompt: Sequence[int], tolerance: float = 1e-9
+) -> Callable[[], Canary]:
+    """Makes canaries of what these tensors hold then, as a trainer would."""
+    return lambda: Canary(prompt, toy_logprobs(values, prompt), tolerance)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from weightsync import __version__
-from weightsync.cli import demo, push
+from weightsync.cli import demo, push, receipts, verify
 
 __all__ = ["app", "main"]
 
@@ -37,6 +37,8 @@ def _options(
 
 app.command("demo")(demo.demo)
 app.command("push")(push.push)
+app.command("verify")(verify.verify)
+app.add_typer(receipts.app, name="receipts")
 
 
 def main() -> None:

@@ -18,8 +18,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weightsync.cli.output import megabytes, milliseconds, private_stdout, typed_errors
+from weightsync.cli.output import (
+    megabytes,
+    milliseconds,
+    private_stdout,
+    shares_text,
+    typed_errors,
+)
 from weightsync.errors import ConnectError
+from weightsync.receipt import LevelShare, ProofLevel
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +39,11 @@ __all__ = ["DemoEngine", "demo"]
 
 ENGINES = "weightsync.demo_engines"
 TOKENS = 32
+MEANINGS: dict[ProofLevel, str] = {
+    "served": "what the model holds was read back after each step: every byte is the trainer's",
+    "spot": "what the engine has packed was read back at columns that are drawn anew in each step",
+    "received": "what cannot be read back: what the engine's loader was handed is the trainer's",
+}
 
 
 class DemoEngine(Protocol):
@@ -99,7 +111,7 @@ def _run(steps: int, model: str, engine: str, console: Console) -> dict[str, Any
                 step = _describe(receipt, loss, before, _gap(trainer, running))
                 document["steps"].append(step)
                 console.print(
-                    f"version {version}: proven as {receipt.proven!r}, gap {before:.2g} -> "
+                    f"version {version}: {shares_text(receipt.levels)}, gap {before:.2g} -> "
                     f"{step['logprob_gap_after']:.2g}"
                 )
     return document
@@ -150,6 +162,10 @@ def _describe(receipt: Receipt, loss: float, before: float, after: float) -> dic
     return {
         "version": receipt.version,
         "proven": receipt.proven,
+        "levels": {
+            level: {"tensors": share.tensors, "bytes": share.nbytes}
+            for level, share in receipt.levels.items()
+        },
         "tensors": sum(share.tensors for share in receipt.levels.values()),
         "bytes": receipt.nbytes,
         "seconds": {
@@ -179,10 +195,21 @@ def _show(document: dict[str, Any], console: Console) -> None:
             f"{step['logprob_gap_before']:.1g} > {step['logprob_gap_after']:.1g}",
         )
     console.print(table)
-    console.print(
-        "All steps are proven: each worker digested in place what its engine's loader is\n"
-        "handed, and every tensor's digest is the trainer's."
-    )
+    console.print("All steps are proven; of their bytes")
+    for level, share in _levels(document).items():
+        console.print(f"  {share}: {MEANINGS[level]}", soft_wrap=True)
+
+
+def _levels(document: dict[str, Any]) -> dict[ProofLevel, str]:
+    """By level, its share of all steps' bytes."""
+    total: dict[ProofLevel, LevelShare] = {}
+    for step in document["steps"]:
+        for level, found in step["levels"].items():
+            so_far = total.get(level, LevelShare(0, 0))
+            total[level] = LevelShare(
+                so_far.tensors + found["tensors"], so_far.nbytes + found["bytes"]
+            )
+    return dict(zip(total, shares_text(total).split(", "), strict=True))
 
 
 def _quieten() -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from weightsync.cli.output import megabytes, milliseconds, private_stdout, typed_errors
+from weightsync.cli.arguments import Checkpoint, Dtype, Engines, Receipts, parse_dtype
+from weightsync.cli.output import (
+    megabytes,
+    milliseconds,
+    plain,
+    print_unproven,
+    private_stdout,
+    shares_text,
+    typed_errors,
+)
+from weightsync.errors import ReceiptNotWritten
 from weightsync.receipt import Receipt
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["push"]
 
@@ -27,16 +33,17 @@ class Pause(StrEnum):
     abort = "abort"
 
 
+class Proof(StrEnum):
+    """What must be proven."""
+
+    served = "served"
+    received = "received"
+    off = "off"
+
+
 def push(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Directory with safetensors files.")
-    ],
-    engine: Annotated[
-        list[str],
-        typer.Option(
-            "--engine", help="Where to, as in vllm+http://127.0.0.1:8000. May be repeated."
-        ),
-    ],
+    checkpoint: Checkpoint,
+    engine: Engines,
     version: Annotated[
         str | None,
         typer.Option(help="What the engine reports afterwards. By default the directory's name."),
@@ -45,12 +52,18 @@ def push(
         Pause,
         typer.Option(help="Requests in flight: go on with the new weights, end first, or end now."),
     ] = Pause.keep,
-    dtype: Annotated[
-        str | None, typer.Option(help="Cast floating-point tensors, as in bfloat16.")
-    ] = None,
+    proof: Annotated[
+        Proof,
+        typer.Option(
+            help="Of what: the bytes that the model holds afterwards, as far as they can be read "
+            "back; only those that its loader is handed; nothing."
+        ),
+    ] = Proof.served,
+    dtype: Dtype = None,
     deadline: Annotated[
         float, typer.Option(help="Seconds that staging and the flip may take, each.")
     ] = 600.0,
+    receipts: Receipts = None,
     json: Annotated[bool, typer.Option("--json", help="Print the receipt as JSON.")] = False,
 ) -> None:
     """Deliver a checkpoint to live engines, and prove it.
@@ -64,7 +77,7 @@ def push(
 
     console = Console(stderr=True)
     with private_stdout() as document, typed_errors():
-        source = SafetensorsSource(checkpoint, dtype=_dtype(dtype))
+        source = SafetensorsSource(checkpoint, dtype=parse_dtype(dtype))
         engines = [connect(url) for url in engine]
         with Progress(
             TextColumn("{task.description}"),
@@ -77,41 +90,38 @@ def push(
             sender = WeightSender(
                 source,
                 engines,
+                proof=proof.value,
                 deadline=deadline,
+                receipts=receipts,
                 on_progress=lambda done, _: progress.update(task, completed=done),
             )
             with sender:
                 staged = sender.stage(version or checkpoint.resolve().name)
                 progress.update(task, description="loading")
-                receipt = staged.commit(pause.value)
-                progress.update(task, description="proven ")
+                unwritten: ReceiptNotWritten | None = None
+                try:
+                    receipt = staged.commit(pause.value)
+                except ReceiptNotWritten as error:
+                    unwritten, receipt = error, error.receipt
+                progress.update(task, description="done   ")
         if json:
             document.write(receipt.to_json() + "\n")
         else:
             _show(receipt, Console(file=document))
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    from weightsync.target import torch_dtype
-
-    try:
-        return torch_dtype(name)
-    except TypeError as error:
-        raise typer.BadParameter(str(error)) from error
+        if unwritten is not None:
+            raise unwritten
 
 
 def _show(receipt: Receipt, console: Console) -> None:
     tensors = sum(share.tensors for share in receipt.levels.values())
     for engine in receipt.engines:
         load = max(worker.load_seconds for worker in engine.workers)
-        console.print(
+        text = (
             f"{engine.name} serves version {receipt.version!r}: {tensors} tensors, "
-            f"{megabytes(receipt.nbytes)} proven as {receipt.proven!r} on "
+            f"{megabytes(receipt.nbytes)}: {shares_text(engine.levels)}, on "
             f"{len(engine.workers)} worker(s); paused {milliseconds(engine.paused_seconds)}, of "
-            f"which {milliseconds(load)} in the engine's own loader",
-            markup=False,
-            soft_wrap=True,
+            f"which {milliseconds(load)} in the engine's own loader"
         )
+        console.print(plain(text), markup=False, soft_wrap=True)
+        print_unproven(engine, console)
     console.print(f"receipt {receipt.hash}", markup=False, soft_wrap=True)

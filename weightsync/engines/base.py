@@ -21,7 +21,8 @@ cache is recomputed), let them end first, or end them at once."""
 
 class Engine(Protocol):
     """One inference engine. Every call raises a `weightsync.errors.WeightSyncError`: ConnectError
-    where the engine answers with an error or not at all, DeadlineExceeded where it takes too long.
+    where the engine answers with an error or not at all, DeadlineExceeded where it takes too long,
+    UpdateRefused where it could never do what was asked as things stand.
 
     Attributes:
         name: for messages and receipts; unique among the engines of a sender.
@@ -95,11 +96,18 @@ class Engine(Protocol):
         ...
 
     def logprobs(self, prompt: Sequence[int], deadline: Deadline) -> list[float]:
-        """What the engine thinks of a prompt: the log-probability of each token after the first,
-        given all before it.
+        """What the engine thinks of a prompt: the natural log-probability of each token after the
+        first, given all before it, by the weights that it has now: nothing of it may come from a
+        cache. It answers like any other request, and not at all while it is paused.
 
         Args:
             prompt: token ids, two at least.
+
+        Returns:
+            ``len(prompt) - 1`` numbers.
+
+        Raises:
+            UpdateRefused: it takes no such prompt, or gives no log-probabilities.
         """
         ...
 

@@ -70,6 +70,8 @@ class Trace:
         failures: by position in the manifest: the loader's own error.
         unlooked: positions that were not reached because too many failed.
         aliases: every name of a parameter to its canonical one (tied parameters share a storage).
+        layouts: of each parameter of a canonical name, all of it: as the twin lays it out in its
+            storage, which is what the offsets and strides of `Copy.destination` count in.
     """
 
     copies: list[Copy] = field(default_factory=list)
@@ -77,6 +79,7 @@ class Trace:
     failures: dict[int, str] = field(default_factory=dict)
     unlooked: list[int] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, Region] = field(default_factory=dict)
 
 
 def trace_loader(twin: torch.nn.Module, load: Loader, manifest: Manifest) -> Trace:
@@ -97,6 +100,8 @@ def trace_loader(twin: torch.nn.Module, load: Loader, manifest: Manifest) -> Tra
         key = _storage(tensor)
         canonical, _ = destinations.setdefault(key, (name, tensor.shape))
         trace.aliases[name] = canonical
+        if canonical == name:
+            trace.layouts[name] = _region(tensor, tensor.shape)
     sources = [
         torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
         for spec in manifest.tensors

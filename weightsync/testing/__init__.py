@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from weightsync.testing.reference import Rollout as Rollout
     from weightsync.testing.reference import completions_rollouts as completions_rollouts
     from weightsync.testing.reference import greedy as greedy
+    from weightsync.testing.reference import prompt_logprobs as prompt_logprobs
     from weightsync.testing.reference import score as score
     from weightsync.testing.reference import vllm_rollouts as vllm_rollouts
 
@@ -38,6 +39,7 @@ _HOME = {
     "Rollout": "reference",
     "completions_rollouts": "reference",
     "greedy": "reference",
+    "prompt_logprobs": "reference",
     "score": "reference",
     "vllm_rollouts": "reference",
 }

@@ -156,6 +156,20 @@ def completions_rollouts(json_body: Mapping[str, Any]) -> list[Rollout]:
     return rollouts
 
 
+def prompt_logprobs(model: "torch.nn.Module", prompt: Sequence[int]) -> list[float]:
+    """What a model says of each token of a prompt after the first, given all before it: what a
+    `weightsync.Canary` is made of.
+
+    Args:
+        model: A transformers causal language model, in eval mode.
+        prompt: Token ids, two at least.
+    """
+    import torch
+
+    found = _logprobs(model, prompt)[:-1]
+    return [float(x) for x in found.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]]
+
+
 def _logprobs(model: "torch.nn.Module", token_ids: Sequence[int]) -> "torch.Tensor":
     """Log-probabilities after each token, float32 on the CPU: [token, vocabulary]."""
     import torch

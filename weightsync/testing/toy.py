@@ -22,9 +22,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from weightsync.deadline import Deadline
 from weightsync.engines.base import PauseMode
-from weightsync.errors import ConnectError
+from weightsync.errors import ConnectError, UpdateRefused
+from weightsync.testing.toy_logprobs import logprobs_of
 
 __all__ = ["Faults", "Shapes", "ToyEngine"]
 
@@ -59,6 +62,19 @@ class ToyEngine:
         faults: Faults | None = None,
         tied: Mapping[str, str] | None = None,
     ) -> None:
+        tensors = {n: [d, list(s)] for n, (d, s) in shapes.items()}
+        first = {"shapes": tensors, "tied": dict(tied or {})}
+        self._start("weightsync.testing.toy_worker", first, name, workers, faults or {})
+
+    def _start(
+        self, module: str, first: Mapping[str, Any], name: str, workers: int, faults: Faults
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            module: that each of them runs.
+            first: what each is told first, beside who it is.
+        """
         self.name = name
         self.workers = workers
         self.calls: list[str] = []
@@ -67,22 +83,16 @@ class ToyEngine:
         self._session_open = False
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(workers):
-            start = {
-                "rank": rank,
-                "world_size": workers,
-                "shapes": {n: [d, list(s)] for n, (d, s) in shapes.items()},
-                "faults": dict((faults or {}).get(rank, {})),
-                "tied": dict(tied or {}),
-            }
             process = subprocess.Popen(
-                [sys.executable, "-m", "weightsync.testing.toy_worker"],
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
                 cwd=tempfile.gettempdir(),
             )
             self._processes.append(process)
-            self._write(rank, start)
+            who = {"rank": rank, "world_size": workers, "faults": dict(faults.get(rank, {}))}
+            self._write(rank, {**who, **first})
         self.call_workers("ready", Deadline.after(60))
 
     def __enter__(self) -> Self:
@@ -143,6 +153,23 @@ class ToyEngine:
 
     def version(self, deadline: Deadline) -> str | None:
         return self._version
+
+    def logprobs(self, prompt: Sequence[int], deadline: Deadline) -> list[float]:
+        """See `weightsync.testing.toy_logprobs`. Every worker adds up what its parameters say; here
+        they are averaged, as ranks of a real engine reduce theirs."""
+        self.calls.append("logprobs")
+        while self._paused:
+            deadline.rest(0.01, f"{self.name} to be resumed")
+        answers = self.call_workers("think", deadline)
+        for rank, answer in enumerate(answers):
+            if answer["refused"] is not None:
+                raise ConnectError(
+                    f"{self.name}, worker {rank} refuses requests: {answer['refused']}"
+                )
+        try:
+            return logprobs_of(np.mean([answer["bias"] for answer in answers], axis=0), prompt)
+        except ValueError as error:
+            raise UpdateRefused(f"{self.name} takes no such prompt: {error}") from error
 
     def close(self) -> None:
         for process in self._processes:

@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,14 +20,25 @@ from numpy.typing import NDArray
 
 from weightsync.deadline import Deadline
 from weightsync.errors import UpdateRefused
+from weightsync.manifest import Manifest
 from weightsync.messages import Message
 from weightsync.module_target import ModuleTarget
 from weightsync.receiver import Receiver
 from weightsync.session import Session
 from weightsync.staging import Incoming
-from weightsync.target import ApplyReport, StagedWeights, torch_dtype
+from weightsync.target import ApplyReport, Description, Served, StagedWeights, torch_dtype
+from weightsync.testing.toy_logprobs import bias_of
 
-__all__ = ["FaultyReceiver", "FaultyTarget", "main", "resources", "toy_module"]
+__all__ = [
+    "Call",
+    "FaultyReceiver",
+    "FaultyTarget",
+    "hexed",
+    "main",
+    "resources",
+    "serve",
+    "toy_module",
+]
 
 
 class FaultyTarget(ModuleTarget):
@@ -36,6 +48,11 @@ class FaultyTarget(ModuleTarget):
 
         verify_flips_bit: position of a tensor whose first byte is digested wrongly
         verify_skips: position of a tensor that is not digested
+        spoils: name of a parameter of which a bit is flipped after each update, once it was applied
+        spoils_once: the same, after the next update alone
+        serves: {name of a parameter: value} that its first element has after each update
+        unreadable: {name of a parameter: why} that it does not say where it holds
+        served_raises: text of an exception raised instead of a look at what is held
         apply_raises: text of an exception raised after half of the tensors were written
         apply_raises_once: the same, for the next update alone
         stream_raises: text of a refusal before anything is taken in
@@ -56,6 +73,7 @@ class FaultyTarget(ModuleTarget):
     def __init__(self, module: torch.nn.Module, faults: dict[str, Any]) -> None:
         super().__init__(module, engine="toy")
         self.faults = faults
+        self._unreadable: dict[str, str] = {}
         if "only_staged" in faults:
             self.modes = frozenset({"staged"})
 
@@ -65,7 +83,9 @@ class FaultyTarget(ModuleTarget):
     def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
         if "stream_raises" in self.faults:
             raise UpdateRefused(self.faults["stream_raises"])
-        return self._spoiled(super().stream, incoming)
+        digests = self._spoiled(super().stream, incoming)
+        self._spoil()
+        return digests
 
     def _spoiled(
         self, take: Callable[[Incoming], NDArray[np.uint64]], incoming: Incoming
@@ -106,7 +126,39 @@ class FaultyTarget(ModuleTarget):
             if "apply_kills" in self.faults:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(once or self.faults["apply_raises"])
-        return super().apply(weights)
+        report = super().apply(weights)
+        self._spoil()
+        return report
+
+    def _spoil(self) -> None:
+        """What an engine's loader may do to weights that were proven before."""
+        tensors = self._tensors()
+        for fault in (self.faults.get("spoils"), self.faults.pop("spoils_once", None)):
+            if fault is not None:
+                # The highest bit of the last element: of floating-point numbers, the sign.
+                tensors[fault].detach().reshape(-1).view(torch.uint8)[-1] ^= 0x80
+        for name, value in self.faults.get("serves", {}).items():
+            tensors[name].detach().reshape(-1)[0] = float(value)
+
+    def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
+        if "served_raises" in self.faults:
+            raise RuntimeError(self.faults["served_raises"])
+        found = super().served(manifest, seed, seeds)
+        readable = [spec.name not in self._unreadable for spec in manifest.tensors]
+        return replace(found, digests=found.digests[readable])
+
+    def describe(self, manifest: Manifest, *, whole: bool) -> Description:
+        said = super().describe(manifest, whole=whole)
+        self._unreadable = dict(self.faults.get("unreadable", {}))
+        return replace(
+            said,
+            holdings=tuple(
+                held
+                for held in said.holdings
+                if manifest.tensors[held.index].name not in self._unreadable
+            ),
+            unproven=tuple((manifest.index[name], why) for name, why in self._unreadable.items()),
+        )
 
     def restore(self) -> None:
         self.refused_at_restore = self.refused is not None
@@ -122,7 +174,7 @@ class FaultyReceiver(Receiver):
     handling this process is killed (SIGKILL); with ``after_`` before it, once it is handled.
     """
 
-    def __init__(self, target: FaultyTarget, **arguments: Any) -> None:
+    def __init__(self, target: FaultyTarget | Any, **arguments: Any) -> None:
         super().__init__(target, **arguments)
         self._faults = target
 
@@ -182,18 +234,35 @@ def resources() -> dict[str, int]:
     }
 
 
-def main() -> None:
-    """Serve calls, one line of JSON each after a first that says who this is, until the standard
-    input ends."""
-    start = json.loads(sys.stdin.readline())
-    target = FaultyTarget(toy_module(start["shapes"], start["tied"]), start["faults"])
-    receiver = FaultyReceiver(target, rank=start["rank"], world_size=start["world_size"])
+Call = Callable[[dict[str, Any]], dict[str, Any]]
+"""Answers a request of a worker's own."""
+
+
+class Faulty(Protocol):
+    """A target whose faults are set from outside."""
+
+    faults: dict[str, Any]
+
+    @property
+    def refused(self) -> str | None:
+        """Why requests must not be served at the moment, or None."""
+        ...
+
+
+def serve(rank: int, target: Faulty, receiver: FaultyReceiver, own: Mapping[str, Call]) -> None:
+    """Serve calls, one line of JSON each, until the standard input ends.
+
+    Args:
+        own: calls beside those of every toy.
+    """
     for line in sys.stdin:
         request = json.loads(line)
         answer: dict[str, Any] = {}
         call = request.pop("call")
         receiver.moment(call)
-        if call == "join":
+        if call in own:
+            answer = own[call](request)
+        elif call == "join":
             receiver.join(request["path"], request["token"])
         elif call == "prepare":
             receiver.prepare()
@@ -204,22 +273,40 @@ def main() -> None:
         elif call == "finish":
             receiver.finish()
         elif call == "faults":
-            target.faults = request["faults"][str(start["rank"])]
-        elif call == "tensors":
-            answer["tensors"] = {
-                name: tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
-                for name, tensor in target._tensors().items()
-            }
+            target.faults = request["faults"][str(rank)]
         elif call == "status":
             answer = {
                 **msgspec.to_builtins(receiver.status()),
                 "refused": target.refused,
-                "refused_at_restore": target.refused_at_restore,
+                "refused_at_restore": getattr(target, "refused_at_restore", None),
                 "resources": resources(),
             }
         receiver.moment(f"after_{call}")
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+
+
+def hexed(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The bytes of every tensor."""
+    return {
+        name: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
+        for name, tensor in tensors.items()
+    }
+
+
+def main() -> None:
+    """A worker, told who it is by the first line."""
+    start = json.loads(sys.stdin.readline())
+    target = FaultyTarget(toy_module(start["shapes"], start["tied"]), start["faults"])
+    receiver = FaultyReceiver(target, rank=start["rank"], world_size=start["world_size"])
+
+    def tensors(_: dict[str, Any]) -> dict[str, Any]:
+        return {"tensors": hexed(target._tensors())}
+
+    def think(_: dict[str, Any]) -> dict[str, Any]:
+        return {"refused": target.refused, "bias": bias_of(target._tensors()).tolist()}
+
+    serve(start["rank"], target, receiver, {"tensors": tensors, "think": think})
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NoReturn
 
+import numpy as np
+
 from weightsync import _native
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -137,6 +139,7 @@ class RingWriter:
             raise
         self._peers: tuple[Peer, ...] = ()
         self._tensors = 0
+        self._pushed = np.zeros(0)
 
     def begin(self, tensors: int, peers: Sequence[Peer]) -> int:
         """Start an update. Every reader must be at rest.
@@ -165,7 +168,13 @@ class RingWriter:
         update = self._native.begin(tensors)
         self._peers = tuple(peers)
         self._tensors = tensors
+        self._pushed = np.zeros(tensors)
         return update
+
+    @property
+    def pushed(self) -> U64Array:
+        """(tensors,) uint64: bytes of each tensor that were pushed in this update, or the last."""
+        return self._pushed.astype(np.uint64)
 
     def push(
         self,
@@ -205,11 +214,12 @@ class RingWriter:
         """
         mapping = _held(self._map)
         peers = self._underway()
-        columns = {"sources": sources, "destinations": destinations, "nbytes": nbytes}
-        columns |= {"starts": starts, "seeds": seeds, "tensors": tensors}
+        given = {"sources": sources, "destinations": destinations, "nbytes": nbytes}
+        given |= {"starts": starts, "seeds": seeds, "tensors": tensors}
         try:
+            columns = table_columns(**given)
             kind, who, detail = self._native.push(
-                table_rows(table_columns(**columns)),
+                table_rows(columns),
                 destinations is not None,
                 digests,
                 [peer.fd for peer in peers],
@@ -221,6 +231,12 @@ class RingWriter:
             self.abort()
             raise
         del mapping  # held until here
+        # In float64, which is exact below 2**53 bytes.
+        self._pushed += np.bincount(
+            columns["tensors"].astype(np.intp),
+            weights=columns["nbytes"],
+            minlength=self._tensors,
+        )
 
     def finish(self) -> U64Array:
         """Publish that nothing more comes. Readers may still be reading what is in the ring.
