@@ -35,6 +35,7 @@ COPIED = ("pyproject.toml", "weightsync", "tests")
 FLOOR = 90  # percent
 # How an output ends where tests were run: as pytest ended, or by cosmic-ray's own time limit.
 ENDED = re.compile(r"(?:^|\n)(?:exit status (?P<status>-?\d+)|timeout)\s*$")
+BY_TIME = (None, str(-signal.SIGXCPU), str(-signal.SIGKILL))
 
 
 class Failed(Exception):
@@ -183,7 +184,7 @@ def outcomes(dump: str) -> dict[Mutant, Outcome]:
         ended = ENDED.search(result["output"])
         if ended is None:
             raise Failed(f"no test was run for a mutant {mutant}\n{result['output']}")
-        slow = ended["status"] in (None, str(-signal.SIGXCPU)) or "Timeout (>" in result["output"]
+        slow = ended["status"] in BY_TIME or "Timeout (>" in result["output"]
         found[mutant] = Outcome(result["test_outcome"] == "killed", slow)
     return found
 

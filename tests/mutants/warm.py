@@ -18,6 +18,7 @@ import sys
 
 SOCKET = "warm.socket"
 CPU_SECONDS = 10  # a mutant may count for ever
+WALL_SECONDS = 45  # or wait for ever; less than the time limits in *.toml
 MEMORY = 8 << 30  # or ask for all there is
 
 
@@ -58,10 +59,22 @@ def serve() -> None:
                     run_tests(json.loads(message), outputs)
                 for output in outputs:
                     os.close(output)
-                _, status = os.waitpid(child, 0)
+                _, status = os.waitpid(ended(child), 0)
                 # Whoever asked may have been ended by the time limit.
                 with contextlib.suppress(OSError):
                     client.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def ended(child: int) -> int:
+    """The child, once it has ended, by itself or by us."""
+    import select
+    import signal
+
+    watch = os.pidfd_open(child)
+    if not select.select([watch], [], [], WALL_SECONDS)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(watch)
+    return child
 
 
 def run_tests(question: dict, outputs: list[int]) -> None:
