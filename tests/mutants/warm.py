@@ -105,7 +105,8 @@ def run_tests(question: dict, outputs: list[int]) -> None:
             suppress_health_check=list(HealthCheck),
         )
         settings.load_profile("mutants")
-        plugins = ["-p", "no:cacheprovider", "-p", "pytest_timeout"]
+        # The profile of the ordinary tests would take its place.
+        plugins = ["--noconftest", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
         status = int(pytest.main(["-x", "-q", "--tb=line", *plugins, *question["arguments"]]))
         sys.stdout.flush()
         sys.stderr.flush()
