@@ -4,9 +4,10 @@ Norms, biases, embeddings lie as they were loaded (`weightsync.held`). Linear la
 engine are packed, and so are the heads that compute logits (`probe`); experts are packed otherwise
 (`experts`). `readable` says which is which, once per layout.
 
-What no tensor goes to, pads and buffers, must come through an update as it was. Not looked at are
-buffers of layers that set them after every load (attention's scales), pads of packed linears, and
-what layers keep outside of parameters and buffers.
+What no tensor goes to, pads, buffers and what a partial update leaves alone, must come through an
+update as it was. Not looked at are buffers of layers that set them after every load (attention's
+scales), pads of packed linears and packed linears that no tensor goes to, and what layers keep
+outside of parameters and buffers.
 """
 
 from __future__ import annotations
@@ -61,13 +62,16 @@ class ServedModel:
         )
         self.unproven = tuple(sorted((dict(self._copies.unproven) | found.unproven).items()))
         boxes = written(trace)
-        # Layers set attention's buffers anew after every load; the others are watched.
-        self._buffers = [
+        # Layers set attention's buffers anew after every load; the others are watched. Of a partial
+        # update, so are the parameters that it leaves alone.
+        owners = [
             Owner(name, layer, leaf)
             for name, layer in model.named_modules()
             if not hasattr(layer, "process_weights_after_loading")
-            for leaf in layer._buffers
-            if (f"{name}.{leaf}" if name else leaf) not in boxes
+            for leaf in (*layer._buffers, *layer._parameters)
+        ]
+        self._others = [
+            owner for owner in owners if trace.aliases.get(owner.full, owner.full) not in boxes
         ]
         self._padded: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
         for name in found.copies:
@@ -129,10 +133,10 @@ class ServedModel:
     def _rest(self) -> Mapping[str, torch.Tensor]:
         """What no tensor goes to, and can be read here."""
         found: dict[str, torch.Tensor] = {}
-        for owner in self._buffers:
-            buffer = owner.tensor()
-            if buffer is not None and _legible(buffer):
-                found[owner.full] = buffer
+        for owner in self._others:
+            tensor = owner.tensor()
+            if tensor is not None and _legible(tensor):
+                found[owner.full] = tensor
         for name, (shape, boxes) in self._padded.items():
             tensor = self._owners[name][0].tensor()
             if tensor is not None and tuple(tensor.shape) == tuple(shape):
