@@ -26,7 +26,15 @@ from weightsync.held import HeldCopies
 from weightsync.manifest import Manifest
 from weightsync.plan.trace import Trace
 from weightsync.regions import MAX_DIMS
-from weightsync.surroundings import Pinned, Surroundings, pads, remaining, written
+from weightsync.surroundings import (
+    Pinned,
+    Surroundings,
+    filled,
+    pads,
+    parts,
+    remaining,
+    written,
+)
 from weightsync.target import Served
 
 __all__ = ["ServedModel"]
@@ -74,8 +82,11 @@ class ServedModel:
             owner for owner in owners if trace.aliases.get(owner.full, owner.full) not in boxes
         ]
         self._padded: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+        self._filled = {n: those for n, those in filled(trace).items() if n in found.copies}
         for name in found.copies:
             covered, shape = boxes.get(name), trace.layouts[name].shape
+            if covered is not None:
+                covered = [*covered, *self._filled.get(name, ())]
             if covered and remaining(Box.whole(shape), covered):
                 self._padded[name] = shape, covered
         self._surroundings = Surroundings(self._rest)
@@ -105,7 +116,7 @@ class ServedModel:
                 digests = np.zeros((len(experts.holdings), 2), np.uint64)
             found.append(digests)
             number += len(digests)
-        faults = [*self._copies.faults, *self._parted()]
+        faults = [*self._copies.faults, *self._parted(), *self._overwritten()]
         faults += [problem for experts in self._experts for problem in experts.spoilt()]
         if self._pinned is not None:
             faults += self._pinned.moved()
@@ -128,6 +139,20 @@ class ServedModel:
                 if tensor is None or first is None or tensor.data_ptr() != first.data_ptr():
                     detail = f"was one with {owners[0].full} and is other memory now"
                     found.append(Problem("stale", other.full, detail))
+        return found
+
+    def _overwritten(self) -> list[Problem]:
+        """Pads that are not what the engine's loader fills them with."""
+        found = []
+        for name, constants in self._filled.items():
+            tensor = self._owners[name][0].tensor()
+            if tensor is None or not all(box.within(tensor.shape) for box in constants):
+                continue  # which is a fault of its own
+            views = parts(name, tensor, tuple(constants))
+            for (label, view), value in zip(views, constants.values(), strict=True):
+                if not bool((view == value).all()):
+                    detail = f"is padding that the engine's loader fills with {value}, and is not"
+                    found.append(Problem("changed", label, detail))
         return found
 
     def _rest(self) -> Mapping[str, torch.Tensor]:

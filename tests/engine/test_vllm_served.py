@@ -516,9 +516,11 @@ def test_odd_values_of_a_trainer_are_proven_as_far_as_they_can_be(dtype: str) ->
         assert looked.against(state).wrong.keys() == {zeros}
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_padding_of_a_vocabulary_is_watched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is zeroed by the engine's loader: noise that it was started with must not stay."""
     from vllm import LLM
 
     from weightsync.adapters.vllm import reload
@@ -528,6 +530,7 @@ def test_padding_of_a_vocabulary_is_watched(
     model.save_pretrained(tmp_path)
     llm = LLM(
         model=str(tmp_path),
+        load_format=load_format,
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=128,
