@@ -4,9 +4,10 @@ and what a whole tensor holds."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from weightsync.manifest import DTYPE_BYTES, Manifest
 from weightsync.regions import Placed, RegionTable
 from weightsync.sources.base import Pieces, Source, pour
 
-__all__ = ["ArenaEvidence", "Evidence", "Part", "SourceEvidence", "digest_part"]
+__all__ = ["ArenaEvidence", "Evidence", "Part", "SourceEvidence", "bytes_within", "digest_part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +155,40 @@ class SourceEvidence:
 
 
 def digest_part(
-    content: NDArray[np.uint8], shape: Sequence[int], itemsize: int, part: Part, seed: np.uint64
+    content: NDArray[np.uint8],
+    shape: Sequence[int],
+    itemsize: int,
+    part: Part,
+    seed: np.uint64,
+    form: Callable[[NDArray[np.uint8]], NDArray[np.uint8]] | None = None,
 ) -> NDArray[np.uint64]:
-    """Digest of a part of a tensor whose bytes are at hand, shape (2,)."""
-    address = content.ctypes.data
-    placed = [_place(0, box, shape, itemsize, address) for box in part.boxes]
+    """Digest of a part of a tensor whose bytes are at hand, shape (2,).
+
+    Args:
+        form: what the bytes of each box are brought to first; as they are if None. It is given
+            these alone: of a few columns of a large matrix, little.
+    """
+    placed, kept = [], []
+    for box in part.boxes:
+        place = _place(0, box, shape, itemsize, content.ctypes.data)
+        if form is not None:
+            formed = form(bytes_within(content, shape, itemsize, box))
+            kept.append(formed)
+            stride = tuple(math.prod(box.lengths[d + 1 :]) for d in range(len(shape)))
+            place = dataclasses.replace(place, address=formed.ctypes.data, stride=stride)
+        placed.append(place)
     found: NDArray[np.uint64] = RegionTable(placed, 1).digest([int(seed)])[0]
     return found
+
+
+def bytes_within(
+    content: NDArray[np.uint8], shape: Sequence[int], itemsize: int, box: Box
+) -> NDArray[np.uint8]:
+    """The bytes of a box, row-major, of those of its tensor."""
+    elements = content.reshape(*shape, itemsize)
+    sides = zip(box.offsets, box.lengths, strict=True)
+    part = elements[tuple(slice(first, first + length) for first, length in sides)]
+    return np.ascontiguousarray(part).reshape(-1)
 
 
 def _placed(manifest: Manifest, out: int, index: int, box: Box, address: int) -> Placed:

@@ -22,7 +22,7 @@ from weightsync.held import Named, covered_box, look_up
 from weightsync.plan.trace import Trace
 from weightsync.regions import RegionTable, placed
 
-__all__ = ["Pinned", "Surroundings", "pads", "remaining", "written"]
+__all__ = ["Pinned", "Surroundings", "filled", "pads", "parts", "remaining", "written"]
 
 
 class Surroundings:
@@ -121,10 +121,31 @@ def pads(
     Raises:
         ManifestError: a box is of another rank.
     """
-    for box in remaining(Box.whole(tensor.shape), boxes):
+    return parts(name, tensor, remaining(Box.whole(tensor.shape), boxes))
+
+
+def parts(
+    name: str, tensor: torch.Tensor, boxes: Sequence[Box]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """These boxes of a parameter, labelled like `pads`."""
+    for box in boxes:
         spans = [slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True)]
         label = ", ".join(f"{span.start}:{span.stop}" for span in spans)
         yield f"{name}[{label}]", tensor.detach()[tuple(spans)]
+
+
+def filled(trace: Trace) -> dict[str, dict[Box, float]]:
+    """By canonical name of the parameter, the parts that the loader fills with a constant and
+    copies no tensor into, and the constants: not what they were before, which may be noise that an
+    engine was started with. What is no box is left out."""
+    found: dict[str, dict[Box, float]] = defaultdict(dict)
+    copied = written(trace)
+    for name, region, value in trace.fills:
+        box = region.box or covered_box(trace.layouts[name].shape, region)
+        boxes = copied.get(name, [])
+        if box is not None and boxes is not None and value is not None:
+            found[name] |= dict.fromkeys(remaining(box, boxes), value)
+    return dict(found)
 
 
 def remaining(whole: Box, boxes: Sequence[Box]) -> list[Box]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 
 from weightsync.box import Box, union_numel
 from weightsync.errors import DigestMismatch, ManifestError, ProtocolError
-from weightsync.evidence import Evidence, Part, digest_part
+from weightsync.evidence import Evidence, Part, bytes_within, digest_part
 from weightsync.holding import Holding, canonical, not_finite, spot_columns
-from weightsync.manifest import DTYPE_BYTES, Manifest, TensorSpec
+from weightsync.manifest import DTYPE_BYTES, Manifest
 from weightsync.messages import Described, Found, Partial
 from weightsync.receipt import ProofLevel, WorkerProof
 
@@ -126,7 +127,10 @@ class WorkerPlan:
         if number in unread:
             # What is not finite spoils the whole product that it would be read back by. What other
             # workers hold of the tensor does not.
-            if content is not None and not_finite(_within(content, spec, box), spec.dtype):
+            size = DTYPE_BYTES[spec.dtype]
+            if content is not None and not_finite(
+                bytes_within(content, spec.shape, size, box), spec.dtype
+            ):
                 more[spec.name] = f"{holding.holder}: {unread[number]}"
                 return None
             return DigestMismatch(
@@ -135,11 +139,12 @@ class WorkerPlan:
         right = must[number]
         if content is not None:
             right = digest_part(
-                canonical(content, spec.dtype),
+                content,
                 spec.shape,
                 DTYPE_BYTES[spec.dtype],
                 self.part(number, expected.seed),
                 expected.seeds[holding.index],
+                functools.partial(canonical, dtype=spec.dtype),
             )
         if bool((right == digests[number]).all()):
             return None
@@ -243,14 +248,6 @@ def _checked_part(name: str, manifest: Manifest, part: Partial) -> Box:
     if not 0 <= part.index < len(manifest) or not box.within(manifest.tensors[part.index].shape):
         raise ProtocolError(f"{name} takes {box} of tensor {part.index}, which has none")
     return box
-
-
-def _within(content: NDArray[np.uint8], spec: TensorSpec, box: Box) -> NDArray[np.uint8]:
-    """The bytes of a box, of those of its tensor."""
-    elements = content.reshape(*spec.shape, DTYPE_BYTES[spec.dtype])
-    sides = zip(box.offsets, box.lengths, strict=True)
-    part = elements[tuple(slice(first, first + length) for first, length in sides)]
-    return np.ascontiguousarray(part).reshape(-1)
 
 
 def _slice(box: Box) -> str:

@@ -9,6 +9,7 @@ in place. Of any other permutation, the inverse is gathered.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,12 +17,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weightsync.regions import Placed
+from weightsync.digest import digest_tensors
+from weightsync.regions import MAX_DIMS, Placed, RegionTable
 
 __all__ = ["Digit", "Packing", "Piece", "Span", "learn"]
 
 Span = tuple[int, int, int]
 """Of one dimension: first index, length, and stride in the whole checkpoint tensor."""
+
+ROWS_AT_FIRST = (128, 64)
+"""Of how many rows a packing is learnt at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,9 @@ def learn(
 ) -> Packing | str:
     """Learn from its results where a function moves the elements of matrices.
 
+    Numbers of all elements take many times the memory of a large expert, and long. So a few rows
+    are asked first; what they say of all is held against one packing of random elements.
+
     Args:
         pack: of a tensor of shape (experts, rows, columns); gives one of the same shape and dtype.
         rows, columns, dtype: of the matrices.
@@ -128,6 +136,45 @@ def learn(
     Returns:
         The packing; or why it is none that moves elements within each expert and changes none.
     """
+    for few in ROWS_AT_FIRST:
+        if rows % few or rows <= few:
+            continue
+        found = _learn_all(pack, few, columns, dtype)
+        if isinstance(found, Packing) and found.gather is None and found.rows:
+            outer = found.rows[-1]
+            last = Digit(outer.extent * (rows // few), outer.stride)
+            found = Packing((*found.rows[:-1], last), found.columns)
+            if _is_of(found, pack, rows, columns, dtype):
+                return found
+    return _learn_all(pack, rows, columns, dtype)
+
+
+def _is_of(
+    packing: Packing,
+    pack: Callable[[torch.Tensor], torch.Tensor],
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether two experts of random elements are packed like that: told by digests, under a seed
+    that was not known before."""
+    shape = 2, rows, columns
+    nbytes = math.prod(shape) * dtype.itemsize
+    drawn = torch.from_numpy(np.frombuffer(np.random.default_rng().bytes(nbytes), np.uint8).copy())
+    packed = pack(drawn.view(dtype).reshape(shape)).contiguous()
+    if packed.shape != shape or packed.dtype != dtype:
+        return False
+    box = (0, 2, rows * columns), (0, rows, columns), (0, columns, 1)
+    table = RegionTable([piece.placed(0, packed) for piece in packing.pieces(*box, 0)], 1)
+    seed = secrets.randbits(64)
+    expected = digest_tensors([drawn.data_ptr()], [nbytes], [seed])
+    return bool(np.array_equal(table.digest([seed]), expected))
+
+
+def _learn_all(
+    pack: Callable[[torch.Tensor], torch.Tensor], rows: int, columns: int, dtype: torch.dtype
+) -> Packing | str:
+    """From the numbers of all elements."""
     numel = rows * columns
     found = _numbers(pack, (2, rows, columns), dtype)
     if found is None:
@@ -138,7 +185,8 @@ def learn(
     if not seen.all() or not np.array_equal(second, first + numel):
         return f"packing does more to experts of {rows} x {columns} than to move their elements"
     digits = _digits(first, columns)
-    if digits is not None:
+    # A region has room for the experts, and for so many digits.
+    if digits is not None and len(digits[0]) + len(digits[1]) < MAX_DIMS:
         return Packing(*digits)
     gather = np.empty(numel, np.int64)
     gather[first] = np.arange(numel)

@@ -4,9 +4,10 @@ Norms, biases, embeddings lie as they were loaded (`weightsync.held`). Linear la
 engine are packed, and so are the heads that compute logits (`probe`); experts are packed otherwise
 (`experts`). `readable` says which is which, once per layout.
 
-What no tensor goes to, pads and buffers, must come through an update as it was. Not looked at are
-buffers of layers that set them after every load (attention's scales), pads of packed linears, and
-what layers keep outside of parameters and buffers.
+What no tensor goes to, pads, buffers and what a partial update leaves alone, must come through an
+update as it was. Not looked at are buffers of layers that set them after every load (attention's
+scales), pads of packed linears and packed linears that no tensor goes to, and what layers keep
+outside of parameters and buffers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from weightsync.held import HeldCopies
 from weightsync.manifest import Manifest
 from weightsync.plan.trace import Trace
 from weightsync.regions import MAX_DIMS
-from weightsync.surroundings import Pinned, Surroundings, pads, remaining, written
+from weightsync.surroundings import (
+    Pinned,
+    Surroundings,
+    filled,
+    pads,
+    parts,
+    remaining,
+    written,
+)
 from weightsync.target import Served
 
 __all__ = ["ServedModel"]
@@ -61,17 +70,23 @@ class ServedModel:
         )
         self.unproven = tuple(sorted((dict(self._copies.unproven) | found.unproven).items()))
         boxes = written(trace)
-        # Layers set attention's buffers anew after every load; the others are watched.
-        self._buffers = [
+        # Layers set attention's buffers anew after every load; the others are watched. Of a partial
+        # update, so are the parameters that it leaves alone.
+        owners = [
             Owner(name, layer, leaf)
             for name, layer in model.named_modules()
             if not hasattr(layer, "process_weights_after_loading")
-            for leaf in layer._buffers
-            if (f"{name}.{leaf}" if name else leaf) not in boxes
+            for leaf in (*layer._buffers, *layer._parameters)
+        ]
+        self._others = [
+            owner for owner in owners if trace.aliases.get(owner.full, owner.full) not in boxes
         ]
         self._padded: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+        self._filled = {n: those for n, those in filled(trace).items() if n in found.copies}
         for name in found.copies:
             covered, shape = boxes.get(name), trace.layouts[name].shape
+            if covered is not None:
+                covered = [*covered, *self._filled.get(name, ())]
             if covered and remaining(Box.whole(shape), covered):
                 self._padded[name] = shape, covered
         self._surroundings = Surroundings(self._rest)
@@ -101,7 +116,7 @@ class ServedModel:
                 digests = np.zeros((len(experts.holdings), 2), np.uint64)
             found.append(digests)
             number += len(digests)
-        faults = [*self._copies.faults, *self._parted()]
+        faults = [*self._copies.faults, *self._parted(), *self._overwritten()]
         faults += [problem for experts in self._experts for problem in experts.spoilt()]
         if self._pinned is not None:
             faults += self._pinned.moved()
@@ -126,13 +141,27 @@ class ServedModel:
                     found.append(Problem("stale", other.full, detail))
         return found
 
+    def _overwritten(self) -> list[Problem]:
+        """Pads that are not what the engine's loader fills them with."""
+        found = []
+        for name, constants in self._filled.items():
+            tensor = self._owners[name][0].tensor()
+            if tensor is None or not all(box.within(tensor.shape) for box in constants):
+                continue  # which is a fault of its own
+            views = parts(name, tensor, tuple(constants))
+            for (label, view), value in zip(views, constants.values(), strict=True):
+                if not bool((view == value).all()):
+                    detail = f"is padding that the engine's loader fills with {value}, and is not"
+                    found.append(Problem("changed", label, detail))
+        return found
+
     def _rest(self) -> Mapping[str, torch.Tensor]:
         """What no tensor goes to, and can be read here."""
         found: dict[str, torch.Tensor] = {}
-        for owner in self._buffers:
-            buffer = owner.tensor()
-            if buffer is not None and _legible(buffer):
-                found[owner.full] = buffer
+        for owner in self._others:
+            tensor = owner.tensor()
+            if tensor is not None and _legible(tensor):
+                found[owner.full] = tensor
         for name, (shape, boxes) in self._padded.items():
             tensor = self._owners[name][0].tensor()
             if tensor is not None and tuple(tensor.shape) == tuple(shape):

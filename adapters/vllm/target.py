@@ -134,13 +134,15 @@ class VllmTarget:
         reload.undo(self._model)
 
     def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
-        held = self._layout(manifest).held
-        if held is None:
+        layout = self._layout(manifest)
+        if layout.held is None:
             return Served()
-        found, under_way = held.look(seed, seeds), self._under_way
+        found, under_way = layout.held.look(seed, seeds), self._under_way
         if under_way is None:
             return found
-        return dataclasses.replace(found, faults=(*found.faults, *under_way.changed()))
+        # What this update wrote, an earlier one that failed may have left alone.
+        changed = [p for p in under_way.changed() if p.name not in layout.destinations]
+        return dataclasses.replace(found, faults=(*found.faults, *changed))
 
     def _layout(self, manifest: Manifest) -> _Layout:
         if manifest.hash not in self._layouts:

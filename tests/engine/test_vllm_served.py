@@ -463,6 +463,34 @@ def test_a_part_of_a_model_is_read_back_alone() -> None:
         assert len(looked.against("B").wrong) == len(chosen)
 
 
+def test_what_a_partial_update_leaves_alone_must_stay_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And a full update, which writes all of it, cures."""
+    from weightsync.adapters.vllm import reload
+
+    original = reload.reload_whole
+    with served("qwen3_moe") as engine:
+        looked = Looked(engine)
+        parameters = [name for name, _ in looked.target._model.named_parameters()]
+        experts = next(name for name in parameters if name.endswith("w2_weight"))
+        for name in (EMBEDDING, experts):
+
+            def careless(*arguments, name=name):
+                seconds = original(*arguments)
+                looked.parameter(name).data.view(-1)[0] += 1
+                return seconds
+
+            with ws.WeightSender(looked.source("A"), [ws.engine(engine.llm)]) as sender:
+                sender.sync("norms", only=["*norm*"])
+                with monkeypatch.context() as patch, pytest.raises(EnginePoisoned, match=name):
+                    patch.setattr(reload, "reload_whole", careless)
+                    sender.sync("careless", only=["*norm*"])
+                sender.sync("B")
+            looked.sync("B")
+            assert looked.against("B").nothing
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_odd_values_of_a_trainer_are_proven_as_far_as_they_can_be(dtype: str) -> None:
     """What a product cannot give back is no reason to refuse it; what lies open is told bit for
@@ -488,9 +516,11 @@ def test_odd_values_of_a_trainer_are_proven_as_far_as_they_can_be(dtype: str) ->
         assert looked.against(state).wrong.keys() == {zeros}
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_padding_of_a_vocabulary_is_watched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is zeroed by the engine's loader: noise that it was started with must not stay."""
     from vllm import LLM
 
     from weightsync.adapters.vllm import reload
@@ -500,6 +530,7 @@ def test_padding_of_a_vocabulary_is_watched(
     model.save_pretrained(tmp_path)
     llm = LLM(
         model=str(tmp_path),
+        load_format=load_format,
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=128,

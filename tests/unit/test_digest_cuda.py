@@ -291,6 +291,20 @@ def test_the_fewest_and_the_most_dimensions(simulate: Simulate, itemsize: int, n
     assert as_digest(found) == expected
 
 
+@pytest.mark.parametrize("first", [2**32 - 48, 2**33, 2**45 + 16])
+def test_chunks_far_into_a_large_tensor_give_the_reference(simulate: Simulate, first: int) -> None:
+    """Beyond 4 GiB: one long run, and more rows than 32 bits count. Only the chunk is in memory."""
+    memory = aligned(4096, 16)
+    chunks = np.array([[0, first, 4000]])
+    rows = table(span(memory.ctypes.data - first, first + 4096, 5))
+    expected = reference_digest(memory[:4000].tobytes(), start=5 + first, seed=SEED)
+    assert as_digest(simulate(rows, chunks, 1, memory, threads=256)) == expected
+    # Rows of 16 bytes, all of which are the same memory.
+    again = row(memory.ctypes.data, 1, [first // 16 + 256, 16], [0, 1], [16, 1], start=5)
+    expected = reference_digest(memory[:16].tobytes() * 250, start=5 + first, seed=SEED)
+    assert as_digest(simulate(table(again), chunks, 1, memory, threads=256)) == expected
+
+
 @pytest.mark.parametrize("columns", [3, 20, 500])
 def test_the_column_slices_of_tensor_parallel_ranks_add_up(
     simulate: Simulate, columns: int

@@ -163,6 +163,24 @@ def test_arena_and_source_agree_with_the_definition_wherever_the_source_cuts(
         assert found.tolist() == its
 
 
+@given(part=parts(), seed=st.integers(0, 2**32))
+def test_only_the_bytes_of_a_part_are_brought_to_another_form(part: Part, seed: int) -> None:
+    """An engine stands still meanwhile: of a few columns that must not take a whole matrix."""
+    spec, memory = MANIFEST.tensors[part.index], memory_of(seed)
+    size = DTYPE_BYTES[spec.dtype]
+    formed = 0
+
+    def inverted(content: np.ndarray) -> np.ndarray:
+        nonlocal formed
+        formed += content.nbytes
+        return ~content
+
+    args = spec.shape, size, part, SEEDS[part.index]
+    found = digest_part(memory[part.index], *args, inverted)
+    assert found.tolist() == digest_part(~memory[part.index], *args).tolist()
+    assert formed == sum(box.numel for box in part.boxes) * size
+
+
 @given(
     cuts=st.lists(st.integers(0, 10_000), max_size=12),
     order=st.integers(0, 2**32),

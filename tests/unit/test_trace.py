@@ -232,7 +232,7 @@ def replay(
 ) -> None:
     """Make the recorded copies and fills, as strided copies and by nothing else."""
     targets = dict(engine.named_parameters()) | dict(engine.named_buffers())
-    for name, region in trace.fills:
+    for name, region, _ in trace.fills:
         view = torch.as_strided(targets[name].data, region.shape, region.stride, region.offset)
         view.fill_(0)
     for copy in trace.copies:
@@ -305,7 +305,7 @@ def test_boxes_are_those_that_the_second_of_two_ranks_takes() -> None:
         assert copies == [(source, f"layers.0.{target}", Box(at, lengths))]
     [padded] = copies_of(trace, manifest, "embed.weight")
     assert padded == (Box((6, 0), (4, H)), "embed.weight", Box((0, 0), (4, H)))
-    assert [region.box for name, region in trace.fills if name == "embed.weight"] == [
+    assert [region.box for name, region, _ in trace.fills if name == "embed.weight"] == [
         Box((4, 0), (2, H))
     ]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from weightsync.adapters.vllm.packing import Packing, _split, learn
+from weightsync.adapters.vllm.packing import _learn_all as learn_in_full
 from weightsync.adapters.vllm.readable import _boxes, _padded
 from weightsync.box import Box
 from weightsync.regions import RegionTable, digest
@@ -80,6 +81,52 @@ def test_any_box_is_read_where_packing_put_it(pack: str, dtype: torch.dtype) -> 
             [expected.first, expected.second]
         ]
         assert sum(piece.view(memory).numel() for piece in pieces) == box.numel
+
+
+def reversed_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Of the numbers of 256 elements: a blocked layout, of as many blocks as there can be."""
+    return weight.reshape(-1, *[2] * 8).permute(0, *range(8, 0, -1)).reshape(weight.shape).clone()
+
+
+def test_a_packing_of_more_blocks_than_a_region_has_dimensions_is_gathered() -> None:
+    packing = learn(reversed_bits, 16, 16, torch.float32)
+    assert isinstance(packing, Packing)
+    weight = torch.randn(3, 16, 16)
+    memory = packing.plain(reversed_bits(weight))
+    pieces = packing.pieces((0, 3, 256), (0, 16, 16), (0, 16, 1), 0)
+    table = RegionTable([piece.placed(0, memory) for piece in pieces], 1)
+    expected = digest(weight, Box.whole((3, 16, 16)), (3, 16, 16), 7)
+    assert table.digest([7]).tolist() == [[expected.first, expected.second]]
+
+
+@pytest.mark.parametrize("pack", ["plain", "columns of sixteen rows", "tiles", "interleaved"])
+def test_a_large_expert_is_packed_no_more_than_once(pack: str) -> None:
+    """An engine waits while its packing is learnt: that must not take many times what packing
+    takes, nor many times the memory of the experts."""
+    sizes = []
+
+    def counted(weight: torch.Tensor) -> torch.Tensor:
+        sizes.append(weight.numel())
+        return PACKS[pack](weight)
+
+    found = learn(counted, 4096, 64, torch.bfloat16)
+    assert isinstance(found, Packing) and found.gather is None
+    assert sum(size >= 4096 * 64 for size in sizes) <= 1
+    assert found == learn_in_full(PACKS[pack], 4096, 64, torch.bfloat16)
+
+
+def otherwise_when_large(weight: torch.Tensor) -> torch.Tensor:
+    return PACKS["tiles" if weight.shape[1] > 128 else "interleaved"](weight)
+
+
+@pytest.mark.parametrize("pack", [PACKS["transposed"], PACKS["shuffled"], otherwise_when_large])
+def test_what_few_rows_say_is_not_believed_of_all(pack) -> None:
+    found = learn(pack, 256, 16, torch.bfloat16)
+    full = learn_in_full(pack, 256, 16, torch.bfloat16)
+    assert isinstance(found, Packing) and isinstance(full, Packing) and found == full
+    assert (found.gather is None) == (full.gather is None)
+    if found.gather is not None and full.gather is not None:
+        assert torch.equal(found.gather, full.gather)
 
 
 def drops(weight: torch.Tensor) -> torch.Tensor:

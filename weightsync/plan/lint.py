@@ -178,7 +178,7 @@ def _uncovered(
 
     touched = {unit(name) for name, copies in by_parameter.items() if copies}
     fills: dict[str, list[Box]] = defaultdict(list)
-    for name, region in trace.fills:
+    for name, region, _ in trace.fills:
         if region.box is not None and region.box not in fills[name]:
             fills[name].append(region.box)
     problems = []

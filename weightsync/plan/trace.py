@@ -66,7 +66,8 @@ class Trace:
 
     Attributes:
         copies: in the order in which they were made.
-        fills: parts of parameters that the loader fills with a constant (pads).
+        fills: parts of parameters that the loader fills with a constant (pads): name, where, and
+            the constant; None where that is no number.
         failures: by position in the manifest: the loader's own error.
         unlooked: positions that were not reached because too many failed.
         aliases: every name of a parameter to its canonical one (tied parameters share a storage).
@@ -75,7 +76,7 @@ class Trace:
     """
 
     copies: list[Copy] = field(default_factory=list)
-    fills: list[tuple[str, Region]] = field(default_factory=list)
+    fills: list[tuple[str, Region, float | None]] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     unlooked: list[int] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -183,7 +184,9 @@ class _Recorder(TorchDispatchMode):
         elif packet in (torch.ops.aten.fill_, torch.ops.aten.zero_):
             found = self._destinations.get(_storage(args[0]))
             if found is not None:
-                self._trace.fills.append((found[0], _region(args[0], found[1])))
+                value = 0 if packet is torch.ops.aten.zero_ else args[1]
+                constant = value if isinstance(value, int | float) else None
+                self._trace.fills.append((found[0], _region(args[0], found[1]), constant))
                 return args[0]
         result = func(*args, **(kwargs or {}))
         if packet is torch.ops.aten._to_copy:
