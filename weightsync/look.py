@@ -64,7 +64,8 @@ def prove(
         proof: ``"served"``, as of `weightsync.WeightSender`; or ``"canary"`` alone.
         canary: makes a `weightsync.Canary`; each engine is asked.
         receipts: a file that the receipt is appended to, as of `weightsync.WeightSender`.
-        deadline: seconds for all of it.
+        deadline: seconds for all of it, but for the lock of `receipts`, which may take half a
+            minute more.
 
     Returns:
         A receipt whose version is what the engines report, "" where they report none. Tensors that
