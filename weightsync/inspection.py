@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,15 @@ from numpy.typing import NDArray
 from weightsync.digest import derive_seeds
 from weightsync.errors import Problem, ProtocolError, reason_of
 from weightsync.manifest import Manifest
-from weightsync.messages import Described, Found, Held, Inspect, Partial, WireProblem
+from weightsync.messages import (
+    Described,
+    Found,
+    Held,
+    Inspect,
+    Partial,
+    WireProblem,
+    WorkerStatus,
+)
 from weightsync.session import Session
 from weightsync.target import Description, Target
 
@@ -28,11 +37,13 @@ class Inspector:
     Args:
         target: of this worker.
         rank: of this worker.
+        status: tells how this worker stands.
     """
 
-    def __init__(self, target: Target, rank: int) -> None:
+    def __init__(self, target: Target, rank: int, status: Callable[[], WorkerStatus]) -> None:
         self._target = target
         self._rank = rank
+        self._status = status
         self._lock = threading.Lock()
         self._asked: dict[Session, tuple[Inspect, Manifest]] = {}
 
@@ -76,7 +87,9 @@ class Inspector:
             log.exception("what the model holds cannot be read")
             fault = WireProblem("engine", "what the model holds", reason_of(error)[:4000])
             held = Found(b"", (), (fault,), 0.0)
-        session.answer_from_engine(Held(update_id=question.look_id, rank=self._rank, found=held))
+        session.answer_from_engine(
+            Held(update_id=question.look_id, rank=self._rank, found=held, status=self._status())
+        )
 
 
 def describe(target: Target, manifest: Manifest, *, whole: bool) -> Description:

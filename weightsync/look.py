@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,7 @@ from weightsync.receipt_log import ReceiptLog
 from weightsync.record import write_receipt
 from weightsync.served import LEVELS, Judge, ServedPlan, shares
 from weightsync.sources.base import Pieces, Source, pour, same_bytes
+from weightsync.update import Phase
 
 __all__ = ["prove"]
 
@@ -63,7 +64,8 @@ def prove(
         proof: ``"served"``, as of `weightsync.WeightSender`; or ``"canary"`` alone.
         canary: makes a `weightsync.Canary`; each engine is asked.
         receipts: a file that the receipt is appended to, as of `weightsync.WeightSender`.
-        deadline: seconds for all of it.
+        deadline: seconds for all of it, but for the lock of `receipts`, which may take half a
+            minute more.
 
     Returns:
         A receipt whose version is what the engines report, "" where they report none. Tensors that
@@ -76,7 +78,8 @@ def prove(
         PlanRefused: source and engine are not of one model.
         SourceError, ConnectError, TransportError: something could not be read or reached.
         UpdateRefused: no engine, two of one name, or arguments that do not go together; an engine
-            changed its version meanwhile, or is paused and was to be asked a canary.
+            changed its version meanwhile, is amid an update whose version does not count yet, is
+            poisoned and refuses to serve what it holds, or is paused and was to be asked a canary.
         ReceiptLogError: `receipts` is no file for receipts.
         ReceiptNotWritten: nothing differs, but the receipt could not be written there.
     """
@@ -92,7 +95,8 @@ def prove(
     limit = Deadline.after(deadline)
     manifest = source.manifest()
     before = [engine.version(limit) for engine in engines]
-    look = _Look(source, manifest, limit, make_canary(canary))
+    versions = dict(zip(names, before, strict=True))
+    look = _Look(source, manifest, limit, make_canary(canary), versions)
     flipped = look.served(engines) if proof == "served" else look.canaries(engines)
     for engine, version in zip(engines, before, strict=True):
         if engine.version(limit) != version:
@@ -119,11 +123,21 @@ def prove(
 
 
 class _Look:
-    """One look at several engines."""
+    """One look at several engines.
+
+    Args:
+        versions: by engine, what it reports.
+    """
 
     def __init__(
-        self, source: Source, manifest: Manifest, deadline: Deadline, canary: Canary | None
+        self,
+        source: Source,
+        manifest: Manifest,
+        deadline: Deadline,
+        canary: Canary | None,
+        versions: Mapping[str, str | None],
     ) -> None:
+        self._versions = versions
         self.look_id = f"look-{secrets.token_hex(4)}"
         self.seed = secrets.randbits(64)
         self.digests: NDArray[np.uint64] = np.zeros((len(manifest), 2), np.uint64)
@@ -186,6 +200,7 @@ class _Look:
         pairs = [(worker.name, described) for worker, described in zip(workers, said, strict=True)]
         check_descriptions(engine.name, manifest, pairs)
         held = gather(workers, Held, deadline, belongs_to=self.look_id)
+        self._check_rests(engine, workers, held)
         plan = ServedPlan(manifest, pairs)
         self._check_tied(said)
         evidence = SourceEvidence(self._source, manifest)
@@ -195,6 +210,7 @@ class _Look:
             verdict = Judge(plan, expected, level).verdict([one.found for one in held])
         except ServedMismatch as error:
             raise ServedMismatch(error.mismatches, error.faults, remedy=REMEDY) from error
+        _check_serves(engine, workers, held)
         untouched = tuple(sorted({name for one in said for name in one.untouched}))
         if untouched:
             self.untouched[engine.name] = untouched
@@ -252,6 +268,25 @@ class _Look:
         seconds["canary"] = time.perf_counter() - started
         return gap
 
+    def _check_rests(self, engine: Engine, workers: Sequence[Worker], held: Sequence[Held]) -> None:
+        """What lies in a model while an update is applied is of no version that its engine reports.
+
+        Raises:
+            UpdateRefused: an update is under way there.
+        """
+        reported = self._versions[engine.name]
+        for worker, one in zip(workers, held, strict=True):
+            status = one.status
+            unset = status.phase == Phase.COMMITTED.value and status.holds_pause
+            if status.phase == Phase.APPLYING.value or (
+                unset and reported is not None and reported != status.version
+            ):
+                raise UpdateRefused(
+                    f"{worker.name} is amid an update, and {engine.name} reports version "
+                    f"{reported!r} until that has ended",
+                    remedy="do not update an engine while you prove what it holds; prove it again",
+                )
+
     def _check_tied(self, said: Sequence[Described]) -> None:
         """Tensors that are one memory in an engine must have the same bytes in the source.
 
@@ -266,6 +301,20 @@ class _Look:
                 apart.append(tied_apart(tensors[index].name, tensors[other].name))
         if apart:
             raise ServedMismatch([], apart, remedy=REMEDY)
+
+
+def _check_serves(engine: Engine, workers: Sequence[Worker], held: Sequence[Held]) -> None:
+    """
+    Raises:
+        UpdateRefused: it holds what it should, but of no version, and refuses to serve it.
+    """
+    for worker, one in zip(workers, held, strict=True):
+        if one.status.poisoned is not None:
+            raise UpdateRefused(
+                f"nothing differs in what {engine.name} can read back, but it refuses to serve "
+                f"it: {worker.name} is poisoned: {one.status.poisoned}",
+                remedy="sync a full update: it cures the engine without a restart",
+            )
 
 
 def _each(engines: Sequence[Engine], action: Callable[[Engine], Flipped]) -> list[Flipped]:

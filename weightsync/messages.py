@@ -295,11 +295,16 @@ class Inspect(Message, frozen=True, tag="inspect"):
 
 
 class Held(Message, frozen=True, tag="held"):
-    """Worker to somebody who only looks: what its model holds."""
+    """Worker to somebody who only looks: what its model holds.
+
+    Attributes:
+        status: right after it was read.
+    """
 
     update_id: str
     rank: int
     found: Found
+    status: WorkerStatus
 
 
 class Admit(Message, frozen=True, tag="admit"):

@@ -4,7 +4,7 @@ byte, from the arena or straight from the ring."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ModuleTarget"]
 
+MAX_MANIFESTS = 64
+"""Of which is remembered what was said of them."""
+
 
 class ModuleTarget:
     """See `weightsync.target.Target`.
@@ -46,6 +49,8 @@ class ModuleTarget:
         self._engine = engine
         self._refused: str | None = None
         self._places: _Places | None = None
+        self._also: dict[str, tuple[tuple[int, str], ...]] = {}
+        """By manifest, what was described of it as one memory under a name that it lacks."""
 
     @property
     def refused(self) -> str | None:
@@ -86,11 +91,14 @@ class ModuleTarget:
                 for name, tensor in tensors.items()
                 if tensor.numel() and _extent(tensor) not in covered
             ]
-        elsewhere = [
+        elsewhere = tuple(
             (covered[_extent(tensor)], name)
             for name, tensor in tensors.items()
             if tensor.numel() and _extent(tensor) in covered and name not in manifest.index
-        ]
+        )
+        if len(self._also) >= MAX_MANIFESTS:
+            self._also.clear()
+        self._also[manifest.hash] = elsewhere
         return Description(
             tuple(problems),
             holdings=tuple(
@@ -98,10 +106,11 @@ class ModuleTarget:
                 for index, spec in enumerate(manifest.tensors)
             ),
             tied=tuple(tied),
-            also=tuple(elsewhere),
+            also=elsewhere,
         )
 
     def verify(self, incoming: Incoming) -> NDArray[np.uint64]:
+        self._places_of(incoming.manifest)  # while an update can still be refused
         return incoming.digest()
 
     def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
@@ -149,7 +158,9 @@ class ModuleTarget:
         names, tensors = list(found), list(found.values())
         places = self._places
         if places is None or places.manifest != manifest or not places.seen.still(names, tensors):
-            addresses = _look_up(manifest, _cleaned(found))
+            if manifest.hash not in self._also:
+                self.describe(manifest, whole=False)  # forgotten among many others
+            addresses = _look_up(manifest, _cleaned(found), self._also[manifest.hash])
             self._places = places = _Places(manifest, Seen(names, tensors), addresses)
         return places
 
@@ -175,7 +186,11 @@ class _Places:
     addresses: NDArray[np.uint64]
 
 
-def _look_up(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> NDArray[np.uint64]:
+def _look_up(
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    also: Sequence[tuple[int, str]],
+) -> NDArray[np.uint64]:
     for spec in manifest.tensors:
         tensor = tensors.get(spec.name)
         if (
@@ -186,4 +201,12 @@ def _look_up(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> NDArray
             or tensor.device.type != "cpu"
         ):
             raise UpdateRefused(f"the module's {spec.name!r} is not what it was when described")
+    for index, name in also:
+        spec, other = manifest.tensors[index], tensors.get(name)
+        if other is not None and _extent(other) != _extent(tensors[spec.name]):
+            raise UpdateRefused(
+                f"the module's {name!r} was one memory with {spec.name!r} when described, and is "
+                "its own now: nothing would be written there",
+                remedy="tie them again, or sync once more, which looks at the module anew",
+            )
     return np.array([tensors[spec.name].data_ptr() for spec in manifest.tensors], np.uint64)

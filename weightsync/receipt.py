@@ -81,9 +81,10 @@ class EngineReceipt(msgspec.Struct, frozen=True):
     Attributes:
         name: as the caller knows it.
         engine: name and version of the software.
-        pause: how requests in flight were treated: "keep", "wait" or "abort".
+        pause: how requests in flight were treated: "keep", "wait" or "abort"; "none" of a look.
         paused_seconds: from asking for the pause until the engine had resumed.
-        seconds: thereof by step: pause, apply, finish, reset, version, resume, canary.
+        seconds: by step: pause, apply, finish, reset, version, resume, and canary, which comes
+            after the pause; of a look, look and canary.
         plan_hash: of what every worker takes of which tensor, and where it holds it.
         levels: by level, the number of tensors and bytes that all its workers have proven at it.
         canary: by how much its log-probabilities of the canary differ from the trainer's at most;
@@ -105,7 +106,8 @@ class Receipt(msgspec.Struct, frozen=True):
     """Proof that every worker of every engine serves one version.
 
     Attributes:
-        version: that the engines report from now on.
+        version: that the engines report from now on; of a look, what they report, "" where they
+            report none, and all of them, comma-separated, where they differ.
         update_id: of this update.
         proven: the weakest level among all tensors.
         levels: by level, the number of tensors and bytes proven at it, on all engines; together
@@ -122,7 +124,7 @@ class Receipt(msgspec.Struct, frozen=True):
         untouched: by engine, persistent buffers that no tensor goes to: they are what the engine
             made them.
         seconds: by phase: plan, fill, verify, expect (what models must hold), stage (all of
-            staging), commit (all of committing).
+            staging), commit (all of committing); of a look, read (the source).
         versions: of weightsync and torch in the trainer.
         at: when it was written, UTC, ISO 8601.
         previous: hash of the sender's receipt before this one, "" for its first.

@@ -73,7 +73,7 @@ class Receiver:
         self._session: Session | None = None
         self._staging: Staging | None = None
         self._incoming: Incoming | None = None
-        self._inspector = Inspector(target, rank)
+        self._inspector = Inspector(target, rank, self.status)
         self._following = threading.Lock()
         """Held while bytes come in: no update may begin while those of another still do."""
 

@@ -111,7 +111,7 @@ class WeightSender:
             sender there is none to give back.
         bucket_bytes: that are copied, digested and announced at once; None for what measures best.
         deadline: seconds that one `stage` or one `commit` may take. Leaving the engines of a failed
-            one in a defined state may take half a minute more.
+            one in a defined state may take half a minute more, and so may the lock of `receipts`.
         receipts: a file that each receipt is appended to (`weightsync.ReceiptLog`), after the
             engines have resumed, and before `on_receipt` is called. Receipts then go on from the
             file's last one, also in a new process. Where one cannot be written, `sync` raises

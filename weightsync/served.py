@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.box import tiles_exactly
+from weightsync.box import Box, tiles_exactly
 from weightsync.errors import (
     DigestMismatch,
     Problem,
@@ -28,7 +28,7 @@ from weightsync.evidence import Evidence, Part
 from weightsync.manifest import Manifest
 from weightsync.messages import Described, Found
 from weightsync.receipt import LevelShare, ProofLevel, WorkerProof
-from weightsync.worker_plan import LEVELS, Expected, WorkerPlan
+from weightsync.worker_plan import LEVELS, Expected, WorkerPlan, read_otherwise
 
 __all__ = ["LEVELS", "Expected", "Judge", "ServedPlan", "Verdict", "shares"]
 
@@ -75,47 +75,35 @@ class ServedPlan:
         Raises:
             ProofFailed: the evidence is not what these digests are of.
         """
-        numbers: dict[Part, int] = {}
+        numbers: dict[Part, int] = {tile: number for number, tile in enumerate(self._tiles)}
         parts = [
             [numbers.setdefault(worker.part(i, seed), len(numbers)) for i in worker.partial]
             for worker in self._workers
         ]
         known = evidence.digests(list(numbers), seeds) if numbers else np.zeros((0, 2), np.uint64)
-        self._check_sums(known, [numbers[tile] for tile in self._tiles], whole)
+        self._check_sums(known[: len(self._tiles)], whole)
         digests = []
         for worker, its in zip(self._workers, parts, strict=True):
             expected = whole[worker.index]
             expected[worker.partial] = known[its]
             digests.append(expected)
-        return Expected(self.manifest, evidence, seed, seeds, tuple(digests))
+        return Expected(self.manifest, evidence, seed, seeds, whole, tuple(digests))
 
-    def _check_sums(
-        self, known: NDArray[np.uint64], rows: list[int], whole: NDArray[np.uint64]
-    ) -> None:
+    def _check_sums(self, known: NDArray[np.uint64], whole: NDArray[np.uint64]) -> None:
         """Parts that tile a tensor add up to it: what they are read from is still what was proven.
 
         Args:
-            known: digests of all parts.
-            rows: of these, the tiles'.
+            known: digests of the tiles.
         """
         index = np.array([tile.index for tile in self._tiles], np.int64)
         sums = np.zeros_like(whole)
-        np.add.at(sums, index, known[rows])
+        np.add.at(sums, index, known)
         tiled = np.zeros(len(self.manifest), np.bool_)
         tiled[index] = True
         wrong = np.flatnonzero(tiled & (sums != whole).any(axis=1)).tolist()
         if wrong:
             raise ProofFailed(
-                [
-                    DigestMismatch(
-                        self.manifest.tensors[i].name,
-                        "the trainer",
-                        whole[i].tobytes().hex(),
-                        sums[i].tobytes().hex(),
-                        "the bytes as they are read once more",
-                    )
-                    for i in wrong
-                ]
+                [read_otherwise(self.manifest.tensors[i].name, whole[i], sums[i]) for i in wrong]
             )
 
     def judge(self, expected: Expected, found: Sequence[Found]) -> list[WorkerProof]:
@@ -159,18 +147,21 @@ class ServedPlan:
 
 
 def _tiles(manifest: Manifest, workers: Sequence[WorkerPlan]) -> tuple[Part, ...]:
-    """Of tensors that all workers' holdings together tile exactly, these holdings, each once: those
-    of one tensor that is cut among ranks, or into the pieces of a stack."""
+    """Parts that make up each tensor of which some is expected by itself. The holdings, each once,
+    where all workers' together tile it exactly: it is cut among ranks, or into the pieces of a
+    stack. Else all of it, which is read once more."""
     of_tensor: dict[int, dict[Part, None]] = defaultdict(dict)
     for worker in workers:
         for part in worker.slices:
             of_tensor[part.index][part] = None
-    return tuple(
-        part
-        for index, parts in of_tensor.items()
-        if tiles_exactly([part.boxes[0] for part in parts], manifest.tensors[index].shape)
-        for part in parts
-    )
+        for index in worker.index[worker.partial].tolist():
+            of_tensor.setdefault(index, {})
+    tiles: list[Part] = []
+    for index, parts in of_tensor.items():
+        shape = manifest.tensors[index].shape
+        exact = tiles_exactly([part.boxes[0] for part in parts], shape)
+        tiles += parts if exact else [Part(index, (Box.whole(shape),))]
+    return tuple(tiles)
 
 
 @dataclass(frozen=True, slots=True)

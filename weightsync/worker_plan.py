@@ -15,11 +15,11 @@ from weightsync.box import Box, union_numel
 from weightsync.errors import DigestMismatch, ManifestError, ProtocolError
 from weightsync.evidence import Evidence, Part, bytes_within, digest_part
 from weightsync.holding import Holding, canonical, not_finite, spot_columns
-from weightsync.manifest import DTYPE_BYTES, Manifest
+from weightsync.manifest import DTYPE_BYTES, Manifest, TensorSpec
 from weightsync.messages import Described, Found, Partial
 from weightsync.receipt import ProofLevel, WorkerProof
 
-__all__ = ["LEVELS", "Expected", "WorkerPlan"]
+__all__ = ["LEVELS", "Expected", "WorkerPlan", "read_otherwise"]
 
 LEVELS: tuple[ProofLevel, ...] = ("served", "spot", "received", "canary", "off")
 """From the strongest to the weakest."""
@@ -34,6 +34,7 @@ class Expected:
         manifest: of the update.
         evidence: the trainer's bytes.
         seed, seeds: of its digests, and of each tensor's, shape (n,).
+        whole: digests of the tensors as they were sent, shape (n, 2).
         digests: of each worker's holdings, shape (k, 2).
     """
 
@@ -41,6 +42,7 @@ class Expected:
     evidence: Evidence
     seed: int
     seeds: NDArray[np.uint64]
+    whole: NDArray[np.uint64]
     digests: tuple[NDArray[np.uint64], ...]
 
 
@@ -124,6 +126,11 @@ class WorkerPlan:
         spec = self._manifest.tensors[holding.index]
         where = f"{holding.holder}, {_slice(box)}"
         content = expected.evidence.content(holding.index) if holding.by_value else None
+        if content is not None:
+            # What is no evidence of what was sent any more excuses nothing.
+            sent, whole = expected.whole[holding.index], _whole(content, spec, expected, holding)
+            if not bool((whole == sent).all()):
+                return read_otherwise(spec.name, sent, whole)
         if number in unread:
             # What is not finite spoils the whole product that it would be read back by. What other
             # workers hold of the tensor does not.
@@ -196,6 +203,27 @@ class WorkerPlan:
             read, all_ = union_numel(both), union_numel(boxes)
             if read < all_:
                 self.reasons[index] = f"only {read} of {all_} elements can be read back"
+
+
+def read_otherwise(
+    tensor: str, sent: NDArray[np.uint64], found: NDArray[np.uint64]
+) -> DigestMismatch:
+    """The trainer's bytes are not what was sent any more: nothing can be compared with them."""
+    return DigestMismatch(
+        tensor,
+        "the trainer",
+        sent.tobytes().hex(),
+        found.tobytes().hex(),
+        "the bytes as they are read once more",
+    )
+
+
+def _whole(
+    content: NDArray[np.uint8], spec: TensorSpec, expected: Expected, holding: Holding
+) -> NDArray[np.uint64]:
+    part = Part(holding.index, (Box.whole(spec.shape),))
+    size = DTYPE_BYTES[spec.dtype]
+    return digest_part(content, spec.shape, size, part, expected.seeds[holding.index])
 
 
 def _tied(name: str, manifest: Manifest, described: Described) -> dict[int, int]:

@@ -71,11 +71,12 @@ class VllmTarget:
         if problems:
             return Description(tuple(problems))
         traced = trace.describe(self._vllm_config, manifest, whole=whole)
+        if traced.found.problems:
+            # Nothing will come of it; what was said to somebody else of the same tensors, declared
+            # as a part, goes on to hold.
+            return traced.found
         if len(self._layouts) >= MAX_LAYOUTS:
             self._layouts.clear()
-        if traced.found.problems:
-            self._layouts[manifest.hash] = _Layout(traced.destinations, None)
-            return traced.found
         try:
             held = ServedModel(self._model, manifest, traced.trace, captured=self._captured())
         except Exception as error:
@@ -146,7 +147,10 @@ class VllmTarget:
 
     def _layout(self, manifest: Manifest) -> _Layout:
         if manifest.hash not in self._layouts:
-            self.describe(manifest, whole=True)  # forgotten among many others
+            # Forgotten among many others. Whether it is all of the model was settled then.
+            self.describe(manifest, whole=False)
+        if manifest.hash not in self._layouts:
+            raise UpdateRefused("the engine does not take these tensors any more")
         return self._layouts[manifest.hash]
 
     def _captured(self) -> bool:

@@ -636,7 +636,8 @@ def test_a_poisoned_engine_is_cured_under_a_canary_also_if_somebody_looks_meanwh
             sender.sync(1)
 
         def looked_at(prompt, deadline):
-            prove(StateDictSource(tensors(1)), [engine], deadline=20)
+            with pytest.raises(UpdateRefused, match="amid an update"):
+                prove(StateDictSource(tensors(1)), [engine], deadline=20)
             return original(prompt, deadline)
 
         engine.logprobs = looked_at  # type: ignore[method-assign]

@@ -130,7 +130,12 @@ def test_a_look_between_any_two_steps_of_an_update_disturbs_neither(
         result = original(*args, **kwargs)
         if not seen:
             seen.append(1 if call in ("reset_caches", "set_version") else 0)
-            looked(engine, seen[0])
+            if call == "reset_caches":
+                # The new weights lie there, and the engine still reports the old version.
+                with pytest.raises(UpdateRefused, match="reports version 'same' until"):
+                    looked(engine, seen[0])
+            else:
+                assert looked(engine, seen[0]).version == ("1" if seen[0] else "same")
         return result
 
     with WeightSender(StateDictSource(tensors(0)), [engine], mode=mode) as sender:
@@ -162,6 +167,43 @@ def test_a_poisoned_engine_can_be_looked_at_and_stays_poisoned(engine: ToyEngine
         engine.set_faults({})
         sender.sync(2)
     assert looked(engine, 1).version == "2"
+
+
+def test_what_a_poisoned_engine_refuses_to_serve_is_proven_of_no_version(
+    engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its workers hold the new weights, and it reports the version before."""
+
+    def failing(deadline: Deadline, *, recompute: bool) -> None:
+        raise ConnectError("the caches stay")
+
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "reset_caches", failing)
+            with pytest.raises(EnginePoisoned):
+                sender.sync(1)
+        assert engine.tensors() == [as_hex(tensors(1))] * 2
+        with pytest.raises(UpdateRefused, match="toy, worker 0 is poisoned.*the caches stay"):
+            looked(engine, 1)
+        sender.sync(2)
+    assert looked(engine, 1).version == "2"
+
+
+def test_committed_weights_whose_version_is_not_set_yet_are_proven_of_no_version(
+    engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, seen = engine.set_version, []
+
+    def after_a_look(version: str, deadline: Deadline) -> None:
+        seen.append(version)
+        with pytest.raises(UpdateRefused, match="reports version 'base' until"):
+            looked(engine, 1)
+        original(version, deadline)
+
+    monkeypatch.setattr(engine, "set_version", after_a_look)
+    with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
+        sender.sync(1)
+    assert seen == ["1"] and looked(engine, 1).version == "1"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from toys import as_hex
 
 from weightsync import ModuleSource, StateDictSource, WeightSender
 from weightsync.deadline import Deadline
-from weightsync.errors import SourceError
+from weightsync.errors import EnginePoisoned, PlanRefused, SourceError, UpdateRefused
 from weightsync.testing.toy import ToyEngine
 
 
@@ -151,3 +151,25 @@ def test_a_parameter_that_is_replaced_while_it_is_sent_is_an_error(engine: ToyEn
         pytest.raises(SourceError, match=r"layer\.weight"),
     ):
         sender.sync("torn")
+
+
+@pytest.mark.parametrize("mode", ["staged", "streamed"])
+def test_a_tied_parameter_that_was_made_anew_is_not_taken_for_the_one_that_it_was(
+    mode: str,
+) -> None:
+    """Nothing is written under its name, and nothing would be looked at."""
+    values = {"head.weight": torch.randn(4, 3)}
+    values["embed.weight"] = values["head.weight"]
+    shapes = {"head.weight": ("float32", (4, 3))}
+    with ToyEngine(shapes, tied={"embed.weight": "head.weight"}) as engine:
+        with WeightSender(StateDictSource(values), [engine], mode=mode) as sender:
+            sender.sync(1)
+            engine.set_faults({0: {"replaces": "embed.weight"}})
+            values["head.weight"].add_(1)
+            error = EnginePoisoned if mode == "streamed" else UpdateRefused
+            with pytest.raises(error, match="'embed.weight' was one memory with 'head.weight'"):
+                sender.sync(2)
+            with pytest.raises(PlanRefused, match=r"missing: embed\.weight"):
+                sender.sync(3)
+        refused = [bool(worker["refused"]) for worker in engine.status()]
+        assert refused == [mode == "streamed"]

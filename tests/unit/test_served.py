@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from weightsync.box import Box
 from weightsync.digest import derive_seeds, digest_tensors
-from weightsync.errors import ProtocolError, ServedMismatch
+from weightsync.errors import ProofFailed, ProtocolError, ServedMismatch
 from weightsync.evidence import ArenaEvidence, Part, digest_part
 from weightsync.holding import Holding, canonical, spot_columns
 from weightsync.manifest import DTYPE_BYTES, Manifest, TensorSpec
@@ -534,3 +534,48 @@ def test_the_hash_of_a_plan_changes_with_whatever_is_taken_and_held() -> None:
     hashes += [plan(MANIFEST, said, second), plan(MANIFEST, second, said)]
     assert len(set(hashes)) == len(hashes)
     assert plan(MANIFEST, changed(said, seconds=9.0)) == hashes[0]
+
+
+# --- evidence that is not what was sent any more ---------------------------------------------
+
+
+def changed_meanwhile(
+    holdings: tuple[Holding, ...], *, before_expecting: bool, partial: tuple[Partial, ...] = ()
+):
+    """The arena is overwritten once its bytes were proven, and a model is loaded from it then."""
+    memory = [one.copy() for one in raw(trainer())]
+    addresses = np.array([one.ctypes.data for one in memory], np.uint64)
+    wrong = trainer()
+    wrong["q"] = wrong["q"].clone()
+    wrong["q"][3, spot_columns(SEED, "q", 6)[0]] += 1
+    worker = Worker(wrong, holdings, partial=partial)
+    plan = ServedPlan(MANIFEST, [("toy, worker 0", worker.said)])
+    whole = digest_tensors(addresses, MANIFEST.nbytes, SEEDS)
+    if before_expecting:
+        memory[Q][:] = raw(wrong)[Q]
+    expected = plan.expect(ArenaEvidence(MANIFEST, addresses), SEED, SEEDS, whole)
+    memory[Q][:] = raw(wrong)[Q]
+    return Judge(plan, expected, "received").verdict([worker.found])
+
+
+@pytest.mark.parametrize("before_expecting", [False, True])
+def test_values_are_compared_with_what_was_proven_and_not_with_what_the_arena_holds_by_now(
+    before_expecting: bool,
+) -> None:
+    with pytest.raises(ProofFailed, match="'q'"):
+        changed_meanwhile(by_value(), before_expecting=before_expecting)
+
+
+@pytest.mark.parametrize(
+    ("holding", "partial"),
+    [
+        (Holding(Q, "q", (0, 0), (8, 6), "spot"), ()),
+        (Holding(Q, "q", (0, 0), (8, 6), "spot", True), ()),
+        (Holding(Q, "q", (1, 0), (4, 6)), (Partial(Q, (1, 0), (4, 6)),)),
+    ],
+)
+def test_parts_that_make_no_whole_are_of_what_was_proven(
+    holding: Holding, partial: tuple[Partial, ...]
+) -> None:
+    with pytest.raises(ProofFailed, match="'q'"):
+        changed_meanwhile((holding, *ALL[1:]), before_expecting=True, partial=partial)

@@ -65,7 +65,7 @@ EVERY: list[Message] = [
     messages.Applied("u", 1, None, 1.0, 0.5, FOUND),
     messages.Digests("u", 0, bytes(16), 0.25, FOUND),
     messages.Inspect("l", (TensorSpec("w", "bfloat16", (2, 3)),), "h", True, 7),
-    messages.Held("l", 0, FOUND),
+    messages.Held("l", 0, FOUND, STATUS),
     messages.Welcome(None),
     messages.Applied("u", 1, "RuntimeError: no", 1.0, 0.0),
     messages.Admit("u"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -101,7 +102,7 @@ def check_command(
 
 def _as_json(entry: Entry) -> dict[str, Any]:
     if entry.receipt is not None:
-        receipt = jsonlib.loads(entry.receipt.to_json())
+        receipt = msgspec.to_builtins(entry.receipt)
         return {"line": entry.line, "intact": entry.receipt.intact, "receipt": receipt}
     text = entry.text.decode(errors="backslashreplace")
     return {"line": entry.line, "torn": entry.torn, "text": text}
