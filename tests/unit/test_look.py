@@ -183,7 +183,7 @@ def test_what_a_poisoned_engine_refuses_to_serve_is_proven_of_no_version(
             with pytest.raises(EnginePoisoned):
                 sender.sync(1)
         assert engine.tensors() == [as_hex(tensors(1))] * 2
-        with pytest.raises(UpdateRefused, match="toy, worker 0 is poisoned.*the caches stay"):
+        with pytest.raises(UpdateRefused, match=r"toy, worker 0 is poisoned.*the caches stay"):
             looked(engine, 1)
         sender.sync(2)
     assert looked(engine, 1).version == "2"

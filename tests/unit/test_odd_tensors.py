@@ -167,7 +167,7 @@ def test_a_tied_parameter_that_was_made_anew_is_not_taken_for_the_one_that_it_wa
             engine.set_faults({0: {"replaces": "embed.weight"}})
             values["head.weight"].add_(1)
             error = EnginePoisoned if mode == "streamed" else UpdateRefused
-            with pytest.raises(error, match="'embed.weight' was one memory with 'head.weight'"):
+            with pytest.raises(error, match=r"'embed\.weight' was one memory with 'head\.weight'"):
                 sender.sync(2)
             with pytest.raises(PlanRefused, match=r"missing: embed\.weight"):
                 sender.sync(3)
