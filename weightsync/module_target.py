@@ -19,6 +19,7 @@ from weightsync.manifest import Manifest
 from weightsync.messages import Mode
 from weightsync.sources.module import Seen, dtype_name
 from weightsync.sources.names import clean_name
+from weightsync.surroundings import Surroundings
 from weightsync.target import ApplyReport, Description, Served, StagedWeights, TargetStatus
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class ModuleTarget:
     """See `weightsync.target.Target`.
 
     Every parameter and persistent buffer must be covered by exactly one checkpoint tensor of its
-    name, shape and dtype; parameters that share memory are one, under any of their names.
+    name, shape and dtype; parameters that share memory are one, under any of their names. What no
+    tensor of an update goes to must come through it as it was, non-persistent buffers included.
 
     Args:
         module: on the CPU, contiguous parameters.
@@ -51,6 +53,9 @@ class ModuleTarget:
         self._places: _Places | None = None
         self._also: dict[str, tuple[tuple[int, str], ...]] = {}
         """By manifest, what was described of it as one memory under a name that it lacks."""
+        # How things were before an update, until one has been committed: a later one does not cure
+        # what an earlier one broke beside its tensors.
+        self._noted: Surroundings | None = None
 
     @property
     def refused(self) -> str | None:
@@ -115,6 +120,7 @@ class ModuleTarget:
 
     def stream(self, incoming: Incoming) -> NDArray[np.uint64]:
         places = self._places_of(incoming.manifest)
+        self._note(places)
         # Whatever becomes of the module's tensors, memory that is written to is not given back.
         held = list(map(torch.Tensor.untyped_storage, places.seen.tensors))
         digests = incoming.copy_to(places.addresses)
@@ -127,25 +133,41 @@ class ModuleTarget:
     def apply(self, weights: StagedWeights) -> ApplyReport:
         started = time.perf_counter()
         manifest = weights.manifest
+        places = self._places_of(manifest)
+        self._note(places)
         with weights.addresses() as staged:
-            copy_spans(staged, self._places_of(manifest).addresses, manifest.nbytes)
+            copy_spans(staged, places.addresses, manifest.nbytes)
         return ApplyReport(load_seconds=time.perf_counter() - started)
 
     def restore(self) -> None:
         """Nothing to put back: copies into place leave whole tensors behind."""
 
     def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
-        addresses = self._places_of(manifest).addresses
-        return Served(digest_tensors(addresses, manifest.nbytes, seeds))
+        places = self._places_of(manifest)
+        digests = digest_tensors(places.addresses, manifest.nbytes, seeds)
+        changed = () if self._noted is None else self._noted.changed()
+        return Served(digests, faults=tuple(p for p in changed if p.name in places.rest))
 
     def refuse(self, reason: str) -> None:
         self._refused = reason
 
     def admit(self) -> None:
-        self._refused = None
+        self._refused = self._noted = None
 
     def status(self) -> TargetStatus:
         return TargetStatus(engine=self._engine, device="cpu")
+
+    def _note(self, places: _Places) -> None:
+        """Remember what the update at hand must leave alone."""
+        if self._noted is None and places.rest:
+            rest = places.rest
+            self._noted = Surroundings(
+                lambda: {name: t for name, t in self._everything().items() if name in rest}
+            )
+            self._noted.note()
+
+    def _everything(self) -> dict[str, torch.Tensor]:
+        return {**dict(self._module.named_buffers()), **self._module.state_dict(keep_vars=True)}
 
     def _places_of(self, manifest: Manifest) -> _Places:
         """Where each of the manifest's tensors lies in the module now. Looked up anew only if a
@@ -161,7 +183,14 @@ class ModuleTarget:
             if manifest.hash not in self._also:
                 self.describe(manifest, whole=False)  # forgotten among many others
             addresses = _look_up(manifest, _cleaned(found), self._also[manifest.hash])
-            self._places = places = _Places(manifest, Seen(names, tensors), addresses)
+            seen = Seen(names, tensors)
+            written = set(zip(addresses.tolist(), manifest.nbytes.tolist(), strict=True))
+            rest = frozenset(
+                name
+                for name, tensor in self._everything().items()
+                if tensor.numel() and tensor.device.type == "cpu" and _extent(tensor) not in written
+            )
+            self._places = places = _Places(manifest, seen, addresses, rest)
         return places
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -179,11 +208,16 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where a manifest's tensors lie, and the tensors of which that is true."""
+    """Where a manifest's tensors lie, and the tensors of which that is true.
+
+    Attributes:
+        rest: names of the module's other tensors.
+    """
 
     manifest: Manifest
     seen: Seen
     addresses: NDArray[np.uint64]
+    rest: frozenset[str]
 
 
 def _look_up(
