@@ -98,13 +98,8 @@ def prove(
     versions = dict(zip(names, before, strict=True))
     look = _Look(source, manifest, limit, make_canary(canary), versions)
     flipped = look.served(engines) if proof == "served" else look.canaries(engines)
-    for engine, version in zip(engines, before, strict=True):
-        if engine.version(limit) != version:
-            raise UpdateRefused(
-                f"{engine.name} served version {version} when the look at it began, and serves "
-                f"another now: what was found is of either",
-                remedy="do not update an engine while you prove what it holds; prove it again",
-            )
+    for engine in engines:
+        look.check_version(engine)
     receipt = write_receipt(
         source,
         manifest,
@@ -174,6 +169,19 @@ class _Look:
             close_all(workers)
             listener.close()
 
+    def check_version(self, engine: Engine) -> None:
+        """
+        Raises:
+            UpdateRefused: it is another one than when the look began.
+        """
+        version = self._versions[engine.name]
+        if engine.version(self._deadline) != version:
+            raise UpdateRefused(
+                f"{engine.name} served version {version} when the look at it began, and serves "
+                f"another now: what was found is of either",
+                remedy="do not update an engine while you prove what it holds; prove it again",
+            )
+
     def _digest(self, batch: Pieces) -> None:
         self.digests = self.digests + digest_spans(
             batch.address,
@@ -209,6 +217,7 @@ class _Look:
         try:
             verdict = Judge(plan, expected, level).verdict([one.found for one in held])
         except ServedMismatch as error:
+            self.check_version(engine)  # else it may hold what it should by now
             raise ServedMismatch(error.mismatches, error.faults, remedy=REMEDY) from error
         _check_serves(engine, workers, held)
         untouched = tuple(sorted({name for one in said for name in one.untouched}))

@@ -303,16 +303,20 @@ def test_of_two_engines_both_are_looked_at_and_all_that_differ_are_named() -> No
         assert all("look" in engine.calls for engine in (one, two, three))
 
 
+@pytest.mark.parametrize("first", ["look", "update"])
 def test_an_engine_that_is_updated_while_it_is_looked_at_gets_no_receipt(
-    engine: ToyEngine,
+    engine: ToyEngine, first: str
 ) -> None:
-    """It would name a version that was not looked at."""
+    """It would name a version that was not looked at; and what was delivered is nobody's fault."""
     original = engine.look
 
     def then_updated(deadline: Deadline) -> None:
-        original(deadline)
+        if first == "look":
+            original(deadline)
         with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
             sender.sync("next")
+        if first == "update":
+            original(deadline)
 
     engine.look = then_updated  # type: ignore[method-assign]
     try:
