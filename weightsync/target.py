@@ -1,9 +1,10 @@
 """The protocol that an engine adapter implements: what holds weights on one engine worker.
 
 A *target* holds weights and knows the engine; the *receiver* (`weightsync.receiver`) talks to the
-sender and knows the update. The receiver calls a target's verbs and never calls two of them at
-once, with one exception that each verb's docstring states: `verify` and `stream` run on the
-receiver's own thread.
+sender and knows the update. The receiver calls a target's verbs on the engine's thread, one at a
+time; but `verify` and `stream`, and `served` after that, run on the receiver's own, where a look
+from outside (`describe` and `served`, on the engine's) may meet them: what such a look finds in the
+midst of an update is thrown away.
 """
 
 from __future__ import annotations

@@ -47,6 +47,20 @@ def test_a_declared_part_changes_what_it_names_and_nothing_else(
     assert engine.version(Deadline.after(1)) == "part again"
 
 
+@pytest.mark.parametrize("mode", ["staged", "streamed"])
+def test_a_part_that_changes_what_it_does_not_name_poisons_until_all_of_it_comes(
+    engine: ToyEngine, mode: str
+) -> None:
+    engine.set_faults({1: {"spoils_once": "head.weight"}})
+    with WeightSender(StateDictSource(tensors(1)), [engine], mode=mode) as sender:
+        says = r"changed: head\.weight: .* \(on toy, worker 1\)"
+        with pytest.raises(EnginePoisoned, match=says):
+            sender.sync("part", only=["layers.0.*"])
+        assert sender.sync("whole").proven == "served"
+        assert engine.tensors() == [as_hex(tensors(1))] * 2
+        assert sender.sync("part", only=["layers.0.*"]).proven == "served"
+
+
 def test_a_part_that_is_not_declared_is_refused(engine: ToyEngine) -> None:
     part = {name: tensors(1)[name] for name in ("layers.0.weight", "layers.0.bias")}
     with (
