@@ -497,6 +497,20 @@ def test_a_damaged_binary_is_compiled_anew(nvrtc: Nvrtc, tmp_path: Path, damage:
     assert kept(directory) == [path]
 
 
+def test_what_killed_processes_left_is_cleaned_up_and_nothing_else(
+    nvrtc: Nvrtc, tmp_path: Path
+) -> None:
+    directory = tmp_path / "kernels"
+    directory.mkdir(mode=0o700)
+    ended = subprocess.Popen(["true"])
+    ended.wait(10)
+    gone, living = (directory / f".unfinished-{pid}-x" for pid in (ended.pid, os.getpid()))
+    for path in (gone, living):
+        path.write_bytes(b"half")
+    with kernel_binary(90, nvrtc, directory):
+        assert living.exists() and not gone.exists()
+
+
 def test_the_key_holds_all_that_the_binary_depends_on(
     nvrtc: Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,9 @@ OPTIONS = ("--std=c++17",)
 _SOURCE = "digest.cu"
 _HEADERS = ("digest.h", "digest_kernel.h")
 
+UNFINISHED = ".unfinished-"
+"""How files begin that a process, whose number follows, is still writing."""
+
 
 def sources() -> dict[str, str]:
     """The kernel and its headers, by name: beside this module in a wheel, in csrc/ of a clone.
@@ -161,7 +164,9 @@ def _find(directory: Path, key: str) -> Path | None:
 def _write(directory: Path, key: str, kind: str, binary: bytes) -> Path:
     """In one step: other processes see the whole file or none."""
     path = directory / f"{key}.{_checksum(binary)}.{kind}"
-    descriptor, unfinished = tempfile.mkstemp(prefix=".unfinished-", dir=directory)
+    _remove_abandoned(directory)
+    prefix = f"{UNFINISHED}{os.getpid()}-"
+    descriptor, unfinished = tempfile.mkstemp(prefix=prefix, dir=directory)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(binary)
@@ -170,6 +175,14 @@ def _write(directory: Path, key: str, kind: str, binary: bytes) -> Path:
         Path(unfinished).unlink(missing_ok=True)
         raise
     return path
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """What killed processes left half-written."""
+    for path in directory.glob(f"{UNFINISHED}*"):
+        pid = path.name.removeprefix(UNFINISHED).partition("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            path.unlink(missing_ok=True)
 
 
 def _checksum(binary: bytes) -> str:
