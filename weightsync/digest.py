@@ -25,6 +25,7 @@ limit: a digest is no authentication code (who knows the seed can forge one).
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from weightsync.tables import U64Array, U64Like, table_columns, table_rows
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
 
+IDLE_THREADS = 4
 _MASK = (1 << 64) - 1
 _MIX_MULTIPLIER = 0xD6E8FEB86659FD93
 _COUNT_WORD = _MASK  # its key counts bytes
@@ -171,16 +173,25 @@ def digest_spans(
     return _native.digest_table(table_rows(columns), _n_out(columns, n_out), threads=threads)
 
 
-def digest_tensors(addresses: U64Like, nbytes: U64Like, seeds: U64Like) -> U64Array:
+def idle_threads() -> int:
+    """How many threads may digest while nobody else is at work: those of this process's cores that
+    it takes to saturate the memory."""
+    return min(len(os.sched_getaffinity(0)), IDLE_THREADS)
+
+
+def digest_tensors(
+    addresses: U64Like, nbytes: U64Like, seeds: U64Like, *, threads: int = 1
+) -> U64Array:
     """Digests n whole tensors of host memory: `digest_spans`, each from its first byte.
 
     Args:
-        addresses, nbytes, seeds: (n,) as in `digest_spans`.
+        addresses, nbytes, seeds, threads: (n,) as in `digest_spans`.
 
     Returns:
         (n, 2) uint64.
     """
-    return digest_spans(addresses, nbytes, np.zeros(len(addresses), np.uint64), seeds)
+    starts = np.zeros(len(addresses), np.uint64)
+    return digest_spans(addresses, nbytes, starts, seeds, threads=threads)
 
 
 def copy_and_digest_spans(

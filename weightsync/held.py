@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from weightsync.box import Box
+from weightsync.digest import idle_threads
 from weightsync.errors import Problem
 from weightsync.holding import Holding
 from weightsync.manifest import Manifest
@@ -195,7 +196,7 @@ class HeldCopies:
         if seen != self._seen:
             self._rebuild(dict(zip(self._names, tensors, strict=True)))
             self._seen = seen
-        return self._table.digest(seeds[self._index])
+        return self._table.digest(seeds[self._index], threads=idle_threads())
 
     def _rebuild(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         self.unread = {}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weightsync.digest import copy_spans, digest_tensors
+from weightsync.digest import copy_spans, digest_tensors, idle_threads
 from weightsync.errors import Problem, UpdateRefused
 from weightsync.holding import Holding
 from weightsync.manifest import Manifest
@@ -144,7 +144,8 @@ class ModuleTarget:
 
     def served(self, manifest: Manifest, seed: int, seeds: NDArray[np.uint64]) -> Served:
         places = self._places_of(manifest)
-        digests = digest_tensors(places.addresses, manifest.nbytes, seeds)
+        # The engine stands still, and so does its sender.
+        digests = digest_tensors(places.addresses, manifest.nbytes, seeds, threads=idle_threads())
         changed = () if self._noted is None else self._noted.changed()
         return Served(digests, faults=tuple(p for p in changed if p.name in places.rest))
 
