@@ -10,6 +10,8 @@ every round of the same run; medians.
     apply        out of the arena into the module
     staged       all of a staged update: fill, verify, vote, pause, apply, resume
     streamed     all of a streamed one: pause, through the ring into the module, compare, resume
+
+All with proof of what arrives; `bench_proof.py` says what other levels cost.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def run(rounds: int) -> dict[str, object]:
         senders = {}
         for mode in MODES:
             engine = stack.enter_context(ToyEngine(shapes))
-            sender = ws.WeightSender(source, [engine], mode=mode)
+            sender = ws.WeightSender(source, [engine], mode=mode, proof="received")
             senders[mode] = stack.enter_context(sender)
         for number in range(rounds + 2):
             row = {}

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightsync.box import Box
-from weightsync.digest import digest_spans
+from weightsync.digest import digest_spans, idle_threads
 from weightsync.manifest import DTYPE_BYTES, Manifest
 from weightsync.regions import Placed, RegionTable
 from weightsync.sources.base import Pieces, Source, pour
@@ -68,7 +68,7 @@ class ArenaEvidence:
             for box in part.boxes
         ]
         index = np.array([part.index for part in parts], np.int64)
-        return RegionTable(placed, len(parts)).digest(seeds[index])
+        return RegionTable(placed, len(parts)).digest(seeds[index], threads=idle_threads())
 
     def content(self, index: int) -> NDArray[np.uint8]:
         nbytes = int(self._manifest.nbytes[index])
