@@ -71,12 +71,17 @@ class ServedModel:
         self.unproven = tuple(sorted((dict(self._copies.unproven) | found.unproven).items()))
         boxes = written(trace)
         # Layers set attention's buffers anew after every load; the others are watched. Of a partial
-        # update, so are the parameters that it leaves alone.
+        # update, so are the parameters that it leaves alone; but not what a layer that is loaded
+        # makes of its weights (scales).
+        loaded = {
+            name.rpartition(".")[0] for name, whole in trace.aliases.items() if whole in boxes
+        }
         owners = [
             Owner(name, layer, leaf)
             for name, layer in model.named_modules()
             if not hasattr(layer, "process_weights_after_loading")
             for leaf in (*layer._buffers, *layer._parameters)
+            if leaf in layer._buffers or f"{name}.{leaf}" in trace.aliases or name not in loaded
         ]
         self._others = [
             owner for owner in owners if trace.aliases.get(owner.full, owner.full) not in boxes

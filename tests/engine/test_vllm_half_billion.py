@@ -25,7 +25,8 @@ TOLERANCE = 0.15
 
 
 def test_an_update_takes_at_most_a_fifth_longer_than_vllms_own_reload(tmp_path: Path) -> None:
-    """Staged, verified and loaded, against tensors that vLLM takes from memory, in one run."""
+    """Staged, verified and loaded, against tensors that vLLM takes from memory, in one run; before
+    anybody looks at what the model holds."""
     bench = Path(__file__).parents[2] / "bench" / "bench_reload.py"
     output = tmp_path / "reload.json"
     measured = subprocess.run(
@@ -38,7 +39,7 @@ def test_an_update_takes_at_most_a_fifth_longer_than_vllms_own_reload(tmp_path: 
     assert measured.returncode == 0, measured.stderr
     figures = json.loads(output.read_text())
     assert figures["nbytes"] == NBYTES
-    assert figures["sync_over_reload"] <= 1.2, figures
+    assert figures["received"]["sync_over_reload"] <= 1.2, figures
 
 
 @pytest.fixture(scope="module")
