@@ -21,7 +21,7 @@ from weightsync.canary import Canary, CanaryMaker, check_canary, make_canary
 from weightsync.commit import Flipped
 from weightsync.control import Worker, ask_all, close_all, gather
 from weightsync.deadline import Deadline
-from weightsync.digest import derive_seeds, digest_spans
+from weightsync.digest import derive_seeds
 from weightsync.engines.base import Engine
 from weightsync.errors import Problem, ServedMismatch, UpdateRefused, WeightSyncError
 from weightsync.evidence import SourceEvidence
@@ -33,7 +33,7 @@ from weightsync.receipt import EngineReceipt, ProofLevel, Receipt, WorkerReceipt
 from weightsync.receipt_log import ReceiptLog
 from weightsync.record import write_receipt
 from weightsync.served import LEVELS, Judge, ServedPlan, shares
-from weightsync.sources.base import Pieces, Source, pour, same_bytes
+from weightsync.sources.base import Source, digest_source, same_bytes
 from weightsync.update import Phase
 
 __all__ = ["prove"]
@@ -151,7 +151,7 @@ class _Look:
     def served(self, engines: Sequence[Engine]) -> list[Flipped]:
         """Look at what all workers of all engines hold."""
         started = time.perf_counter()
-        pour(self._source, self._manifest, self._digest)
+        self.digests = digest_source(self._source, self._manifest, self._seeds)
         self.seconds["read"] = time.perf_counter() - started
         listener = Listener()
         workers: list[Worker] = []
@@ -181,16 +181,6 @@ class _Look:
                 f"another now: what was found is of either",
                 remedy="do not update an engine while you prove what it holds; prove it again",
             )
-
-    def _digest(self, batch: Pieces) -> None:
-        self.digests = self.digests + digest_spans(
-            batch.address,
-            batch.nbytes,
-            batch.start,
-            self._seeds[batch.index],
-            batch.index,
-            len(self._manifest),
-        )
 
     def _at(self, engine: Engine, workers: Sequence[Worker]) -> Flipped:
         manifest, deadline = self._manifest, self._deadline

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 from numpy.typing import NDArray
 
 from weightsync.errors import DigestMismatch
 from weightsync.manifest import Manifest
 
-__all__ = ["mismatches"]
+__all__ = ["digest_of_digests", "mismatches"]
+
+
+def digest_of_digests(seed: int, digests: bytes) -> str:
+    """One text for a receipt, over an update's seed and digests taken under it, as (n, 2)
+    little-endian u64: 64 hexadecimal digits."""
+    return hashlib.blake2b(seed.to_bytes(8, "little") + digests, digest_size=32).hexdigest()
 
 
 def mismatches(

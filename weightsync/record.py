@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from weightsync.commit import Flipped
 from weightsync.manifest import Manifest
+from weightsync.proof import digest_of_digests
 from weightsync.receipt import Receipt
 from weightsync.served import LEVELS, shares
 from weightsync.sources.base import Source
@@ -42,10 +42,7 @@ def write_receipt(
         digests: of all tensors, shape (n, 2); None where nobody took them.
     """
     levels = np.max([one.levels for one in flipped], axis=0)
-    digest = ""
-    if digests is not None:
-        content = seed.to_bytes(8, "little") + digests.astype("<u8").tobytes()
-        digest = hashlib.blake2b(content, digest_size=32).hexdigest()
+    taken = "" if digests is None else digest_of_digests(seed, digests.astype("<u8").tobytes())
     return Receipt(
         version=label,
         update_id=update_id,
@@ -56,7 +53,7 @@ def write_receipt(
         nbytes=manifest.total_bytes,
         manifest_hash=manifest.hash,
         seed=f"{seed:016x}",
-        digest=digest,
+        digest=taken,
         casts=dict(source.casts),
         aliases=dict(source.aliases),
         untouched=dict(untouched),

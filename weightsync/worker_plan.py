@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from weightsync.errors import DigestMismatch, ManifestError, ProtocolError
 from weightsync.evidence import Evidence, Part, bytes_within, digest_part
 from weightsync.holding import Holding, canonical, not_finite, spot_columns
 from weightsync.manifest import DTYPE_BYTES, Manifest, TensorSpec
-from weightsync.messages import Described, Found, Partial
+from weightsync.messages import Described, Found
+from weightsync.plan.match import taken_box
+from weightsync.proof import digest_of_digests
 from weightsync.receipt import ProofLevel, WorkerProof
 
 __all__ = ["LEVELS", "Expected", "WorkerPlan", "read_otherwise"]
@@ -170,11 +171,10 @@ class WorkerPlan:
             if names[root] in more:
                 unproven.setdefault(names[index], more[names[root]])
         unproven = {**unproven, **more}
-        digest = hashlib.blake2b(seed.to_bytes(8, "little") + found.digests, digest_size=32)
         return WorkerProof(
             boxes=len(self._holdings),
             nbytes=self._nbytes,
-            digest=digest.hexdigest(),
+            digest=digest_of_digests(seed, found.digests),
             seconds=found.seconds,
             spot=tuple(names[i] for i in sorted(self._spot) if names[i] not in unproven),
             unproven=unproven,
@@ -184,7 +184,7 @@ class WorkerPlan:
         """What a worker takes must be held somewhere that it names, or be unproven."""
         taken: dict[int, list[Box]] = defaultdict(list)
         for part in described.partial:
-            taken[part.index].append(_checked_part(self.name, self._manifest, part))
+            taken[part.index].append(taken_box(self.name, self._manifest, part))
         held: dict[int, set[Box]] = defaultdict(set)
         for holding, box in zip(described.holdings, self._boxes, strict=True):
             held[holding.index].add(box)
@@ -265,16 +265,6 @@ def _checked(name: str, manifest: Manifest, holding: Holding) -> Box:
     spec = manifest.tensors[holding.index]
     if not box.within(spec.shape) or (holding.level == "spot" and not spec.shape):
         raise ProtocolError(f"{name} holds {box} of {spec.name!r}, which has {list(spec.shape)}")
-    return box
-
-
-def _checked_part(name: str, manifest: Manifest, part: Partial) -> Box:
-    try:
-        box = Box(part.offsets, part.lengths)
-    except ManifestError as error:
-        raise ProtocolError(f"{name} takes an impossible part: {error}") from error
-    if not 0 <= part.index < len(manifest) or not box.within(manifest.tensors[part.index].shape):
-        raise ProtocolError(f"{name} takes {box} of tensor {part.index}, which has none")
     return box
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -227,6 +228,20 @@ def test_one_flipped_bit_of_what_lies_as_it_was_loaded_is_named(fresh: Looked, n
     assert fresh.against("B").nothing
 
 
+@contextmanager
+def packed_anew(layer: torch.nn.Module, weight: torch.Tensor) -> Iterator[None]:
+    """For the length of the block, a linear layer computes from another weight."""
+    good = layer.cpu_linear
+    sample = torch.nn.Module()
+    sample.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(sample)
+    layer.cpu_linear = sample.cpu_linear
+    try:
+        yield
+    finally:
+        layer.cpu_linear = good
+
+
 def test_one_stale_tile_of_a_packed_linear_is_named(fresh: Looked) -> None:
     """Sixteen rows by sixteen columns of an old weight, in one of the fused tensors."""
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -236,15 +251,8 @@ def test_one_stale_tile_of_a_packed_linear_is_named(fresh: Looked) -> None:
     weight = torch.cat(attention)
     first = len(attention[0]) + 16
     weight[first : first + 16, 16:32] = fresh.tensors("A")[name][16:32, 16:32]
-    good = layer.cpu_linear
-    sample = torch.nn.Module()
-    sample.weight = torch.nn.Parameter(weight, requires_grad=False)
-    layer.quant_method.process_weights_after_loading(sample)
-    layer.cpu_linear = sample.cpu_linear
-    try:
+    with packed_anew(layer, weight):
         found = fresh.against("B")
-    finally:
-        layer.cpu_linear = good
     assert found.wrong == {name: {"model.layers.1.self_attn.qkv_proj.cpu_linear"}}
     assert not found.unread and fresh.against("B").nothing
 
@@ -256,15 +264,8 @@ def test_a_weight_that_is_not_finite_is_said_to_be_unreadable_and_spoils_no_othe
     layer = fresh.target._model.get_submodule("model.layers.0.self_attn.o_proj")
     weight = fresh.tensors("B")[name].clone()
     weight[3, 5] = torch.inf
-    good = layer.cpu_linear
-    sample = torch.nn.Module()
-    sample.weight = torch.nn.Parameter(weight, requires_grad=False)
-    layer.quant_method.process_weights_after_loading(sample)
-    layer.cpu_linear = sample.cpu_linear
-    try:
+    with packed_anew(layer, weight):
         found = fresh.against("B")
-    finally:
-        layer.cpu_linear = good
     assert found.unread == {name: probe.NOT_FINITE} and not found.wrong
 
 

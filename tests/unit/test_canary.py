@@ -33,23 +33,6 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 PROOFS = ("served", "received", "canary", "off")
 
 
-@pytest.fixture(scope="module")
-def shared_engine():
-    with ToyEngine(SHAPES, workers=2) as toy:
-        yield toy
-
-
-@pytest.fixture
-def engine(shared_engine: ToyEngine):
-    """Two workers that serve version "base", whatever the test before has done to them."""
-    shared_engine.set_faults({})
-    with WeightSender(StateDictSource(tensors(0)), [shared_engine]) as sender:
-        sender.sync("base")
-    shared_engine.resume(Deadline.after(1))
-    shared_engine.calls.clear()
-    return shared_engine
-
-
 def sender_of(values: dict[str, torch.Tensor], engine, proof: str = "canary", **options):
     engines = engine if isinstance(engine, list) else [engine]
     maker = canary_of(values, PROMPT)

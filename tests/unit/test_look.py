@@ -37,23 +37,6 @@ from weightsync.testing.toy_worker import resources
 PROMPT = (3, 1, 4, 1, 5)
 
 
-@pytest.fixture(scope="module")
-def shared_engine():
-    with ToyEngine(SHAPES, workers=2) as toy:
-        yield toy
-
-
-@pytest.fixture
-def engine(shared_engine: ToyEngine):
-    """Two workers that serve version "base", whatever the test before has done to them."""
-    shared_engine.set_faults({})
-    with WeightSender(StateDictSource(tensors(0)), [shared_engine]) as sender:
-        sender.sync("base")
-    shared_engine.resume(Deadline.after(1))
-    shared_engine.calls.clear()
-    return shared_engine
-
-
 def looked(engine, seed: int = 0, **options) -> Receipt:
     engines = engine if isinstance(engine, list) else [engine]
     return prove(StateDictSource(tensors(seed)), engines, **{"deadline": 30.0, **options})

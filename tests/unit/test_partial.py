@@ -12,22 +12,6 @@ from weightsync.errors import EnginePoisoned, PlanRefused, SourceError, UpdateRe
 from weightsync.testing.toy import ToyEngine
 
 
-@pytest.fixture(scope="module")
-def shared_engine():
-    with ToyEngine(SHAPES, workers=2) as toy:
-        yield toy
-
-
-@pytest.fixture
-def engine(shared_engine: ToyEngine):
-    """Two workers that serve version "base", whatever the test before has done to them."""
-    shared_engine.set_faults({})
-    with WeightSender(StateDictSource(tensors(0)), [shared_engine]) as sender:
-        sender.sync("base")
-    shared_engine.resume(Deadline.after(1))
-    return shared_engine
-
-
 @pytest.mark.parametrize("mode", ["staged", "streamed"])
 def test_a_declared_part_changes_what_it_names_and_nothing_else(
     engine: ToyEngine, mode: str

@@ -38,23 +38,6 @@ from weightsync.testing.toy_worker import resources
 from weightsync.wire import Channel
 
 
-@pytest.fixture(scope="module")
-def shared_engine():
-    with ToyEngine(SHAPES, workers=2) as toy:
-        yield toy
-
-
-@pytest.fixture
-def engine(shared_engine: ToyEngine):
-    """Two workers that serve version "base", whatever the test before has done to them."""
-    shared_engine.set_faults({})
-    with WeightSender(StateDictSource(tensors(0)), [shared_engine]) as sender:
-        sender.sync("base")
-    shared_engine.resume(Deadline.after(1))
-    shared_engine.calls.clear()
-    return shared_engine
-
-
 def test_every_worker_serves_exactly_the_sources_bytes(engine: ToyEngine) -> None:
     with WeightSender(StateDictSource(tensors(1)), [engine]) as sender:
         receipt = sender.sync(7)

@@ -10,7 +10,7 @@ from weightsync.errors import ManifestError, PlanRefused, Problem, ProtocolError
 from weightsync.manifest import Manifest
 from weightsync.messages import Described, Partial
 
-__all__ = ["check_descriptions", "tied_apart"]
+__all__ = ["check_descriptions", "taken_box", "tied_apart"]
 
 
 def tied_apart(name: str, other: str) -> Problem:
@@ -56,7 +56,7 @@ def _untaken(manifest: Manifest, descriptions: Sequence[tuple[str, Described]]) 
     takers: dict[int, int] = defaultdict(int)
     for worker, described in descriptions:
         for part in described.partial:
-            boxes[part.index].add(_box(worker, manifest, part))
+            boxes[part.index].add(taken_box(worker, manifest, part))
         for index in {part.index for part in described.partial}:
             takers[index] += 1
     problems = []
@@ -79,8 +79,12 @@ def _untaken(manifest: Manifest, descriptions: Sequence[tuple[str, Described]]) 
     return problems
 
 
-def _box(worker: str, manifest: Manifest, part: Partial) -> Box:
-    """The box of a part that came from outside."""
+def taken_box(worker: str, manifest: Manifest, part: Partial) -> Box:
+    """The box of a part that came from outside.
+
+    Raises:
+        ProtocolError: the manifest has no such part.
+    """
     try:
         box = Box(part.offsets, part.lengths)
     except ManifestError as error:

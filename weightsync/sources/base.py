@@ -14,7 +14,7 @@ from weightsync.digest import copy_and_digest_spans, digest_spans
 from weightsync.errors import SourceError
 from weightsync.manifest import Manifest
 
-__all__ = ["Pieces", "Push", "Source", "fill", "pour", "same_bytes"]
+__all__ = ["Pieces", "Push", "Source", "digest_source", "fill", "pour", "same_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +197,43 @@ def fill(
     return digests
 
 
+def digest_source(
+    source: Source,
+    manifest: Manifest,
+    seeds: NDArray[np.uint64],
+    *,
+    wanted: NDArray[np.bool_] | None = None,
+) -> NDArray[np.uint64]:
+    """Digest what a source holds, read in place.
+
+    Args:
+        manifest: of the source.
+        seeds: of each tensor's digest, shape (n,).
+        wanted: by position, shape (n,): only the tensors that are marked.
+
+    Returns:
+        Shape (n, 2), uint64; zero for tensors that are not wanted.
+
+    Raises:
+        SourceError: see `pour`.
+    """
+    digests = np.zeros((len(manifest), 2), np.uint64)
+
+    def push(batch: Pieces) -> None:
+        nonlocal digests
+        digests = digests + digest_spans(
+            batch.address,
+            batch.nbytes,
+            batch.start,
+            seeds[batch.index],
+            batch.index,
+            len(manifest),
+        )
+
+    pour(source, manifest, push, wanted=wanted)
+    return digests
+
+
 def same_bytes(source: Source, manifest: Manifest, one: int, other: int) -> bool:
     """Whether two tensors of one shape and dtype hold the same bytes, read in place.
 
@@ -207,15 +244,6 @@ def same_bytes(source: Source, manifest: Manifest, one: int, other: int) -> bool
     """
     wanted = np.zeros(len(manifest), np.bool_)
     wanted[[one, other]] = True
-    seed = np.uint64(secrets.randbits(64))
-    digests = np.zeros((len(manifest), 2), np.uint64)
-
-    def push(batch: Pieces) -> None:
-        nonlocal digests
-        seeds = np.full(batch.index.size, seed)
-        digests = digests + digest_spans(
-            batch.address, batch.nbytes, batch.start, seeds, batch.index, len(manifest)
-        )
-
-    pour(source, manifest, push, wanted=wanted)
+    seeds = np.full(len(manifest), secrets.randbits(64), np.uint64)
+    digests = digest_source(source, manifest, seeds, wanted=wanted)
     return bool((digests[one] == digests[other]).all())
