@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync import receipt as receipt_file
+from weightsync.proof import digest_of_digests
 from weightsync.receipt import (
     EngineReceipt,
     LevelShare,
@@ -65,6 +67,12 @@ RECEIPT = chain(
         previous="",
     )
 )
+
+
+def test_a_digest_of_digests_is_of_the_seed_too() -> None:
+    """BLAKE2b-256 of the seed as eight little-endian bytes, and what follows."""
+    expected = hashlib.blake2b(bytes([7, 1, 0, 0, 0, 0, 0, 0]) + b"abc", digest_size=32)
+    assert digest_of_digests(0x107, b"abc") == expected.hexdigest()
 
 
 def test_a_chained_receipt_is_intact_and_an_unchained_one_is_not() -> None:
