@@ -40,7 +40,7 @@ def run(rounds: int) -> dict[str, object]:
         tempfile.TemporaryDirectory() as scratch,
         vllm_server(checkpoint, Path(scratch) / "server.log", *backend, dtype="bfloat16") as server,
         # One sender that is kept, as a trainer keeps it.
-        ws.WeightSender(sources[0], [ws.connect(f"vllm+{server.url}")]) as sender,
+        ws.WeightSender(sources[0], [ws.connect(f"vllm+{server.url}")], proof="received") as sender,
     ):
         for number in range(rounds + 1):
             sender._source = sources[number % 2]
